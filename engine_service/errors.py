@@ -1,0 +1,114 @@
+"""Everything that can go wrong on the wire: one tree, a stable code and an HTTP status per class.
+
+The client rebuilds the class from the code; a code it does not know becomes the base class. A message
+names what was wrong and what would be right, in plain words.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EngineError(Exception):
+    """Base of all errors that reach a caller."""
+
+    code: ClassVar[str] = "engine_error"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        """Keep the plain message, the offending request key and when trying again makes sense (seconds)."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(EngineError):
+    """The caller's message cannot be understood or has a value that cannot be."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class NotAuthenticated(EngineError):
+    """No token, or one that is not known here."""
+
+    code = "not_authenticated"
+    http_status = 401
+
+
+class NotAllowed(EngineError):
+    """The token is known but may not do this."""
+
+    code = "not_allowed"
+    http_status = 403
+
+
+class UnknownResident(EngineError):
+    """The named resident is not set up on this engine."""
+
+    code = "unknown_resident"
+    http_status = 404
+
+
+class UnknownModel(EngineError):
+    """The named model is not served here."""
+
+    code = "unknown_model"
+    http_status = 404
+
+
+class NotFound(EngineError):
+    """There is no such thing under this address."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class PromptTooLong(EngineError):
+    """The caller's prompt and output can never fit the memory its class may hold."""
+
+    code = "prompt_too_long"
+    http_status = 413
+
+
+class QuotaExhausted(EngineError):
+    """The resident's tokens of today are spent."""
+
+    code = "quota_exhausted"
+    http_status = 429
+
+
+class TooManyRequests(EngineError):
+    """The resident has as many requests waiting as it may."""
+
+    code = "too_many_requests"
+    http_status = 429
+
+
+class QueueFull(EngineError):
+    """The engine has as many requests waiting as it may."""
+
+    code = "queue_full"
+    http_status = 503
+
+
+class EngineStopping(EngineError):
+    """The engine is shutting down or its model is not ready."""
+
+    code = "engine_unavailable"
+    http_status = 503
+
+
+class GenerationFailed(EngineError):
+    """Our fault: this request failed inside the engine; others go on."""
+
+    code = "generation_failed"
+    http_status = 500
+
+
+class SettingsError(EngineError):
+    """A setting stops the start; the message names file, key and what was expected."""
+
+    code = "bad_settings"
+    http_status = 500

@@ -1,0 +1,103 @@
+"""What can happen to the scheduler. Facts in the past tense; nothing here decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_service.scheduling.model import Capacity, Policy, Request, RequestId, Resident, ResidentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A request was accepted by the server."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """The caller went away or changed its mind; legal in any state, also for unknown ids."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceResult:
+    """What one request got out of one iteration."""
+
+    request_id: RequestId
+    prefill_tokens: int = 0  #: prompt (or recomputed) tokens computed and stored
+    cached_tokens: int = 0  #: tokens found in the prefix cache, not computed
+    decode_tokens: int = 0  #: new output tokens
+    finished: bool = False
+    failed: bool = False  #: the backend gave this request up; implies finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationDone:
+    """The composed iteration ended (or was aborted: then results say what was kept)."""
+
+    results: tuple[SequenceResult, ...]
+    seconds: float  #: measured duration, >= 0
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityChanged:
+    """The backend offers something else than before (first event; pinned prefix; new backend)."""
+
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChanged:
+    """The household chose another policy."""
+
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentsChanged:
+    """The list of residents was replaced; who is missing drains."""
+
+    residents: tuple[Resident, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DayStarted:
+    """A local day began. The shell knows the zone; days of 23 and 25 hours are its business."""
+
+    day: str  #: ISO date of the local day; a day seen before resets nothing
+    ends_at: float  #: monotonic seconds when the next day is expected to start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendLost:
+    """The backend forgot everything it held. Running requests wait again; no iteration is under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixDropped:
+    """A pinned prefix was given up; its pages are free."""
+
+    resident_id: ResidentId
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """Time passed and nothing else happened (windows roll, the due tier fills)."""
+
+
+Event = (
+    Arrived
+    | Cancelled
+    | IterationDone
+    | CapacityChanged
+    | PolicyChanged
+    | ResidentsChanged
+    | DayStarted
+    | BackendLost
+    | PrefixDropped
+    | Ticked
+)
