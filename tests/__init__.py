@@ -1,0 +1,1 @@
+"""The tests. A package, so that shared parts are imported as ``tests.<suite>.<module>`` from anywhere."""
