@@ -1,0 +1,1 @@
+"""The shell around the core: a thread that plans and steps, sessions, metrics."""

@@ -76,7 +76,9 @@ SessionEvent = Accepted | Delta | Finished
 class Session:
     """The caller's end of one request."""
 
-    def __init__(self, request_id: RequestId, *, cancel: Callable[[RequestId], None], max_buffered: int = 4096):
+    def __init__(
+        self, request_id: RequestId, *, cancel: Callable[[RequestId], None], max_buffered: int = 4096
+    ) -> None:
         """Hold at most max_buffered events for a slow reader; then the request is cancelled."""
         self.request_id = request_id
         self._cancel = cancel

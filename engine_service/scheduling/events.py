@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine_service.scheduling.model import Capacity, Policy, Request, RequestId, Resident, ResidentId
+from engine_service.scheduling.model import Capacity, Policy, Request, RequestId, Resident
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,9 @@ class BackendLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixDropped:
-    """A pinned prefix was given up; its pages are free."""
+    """The prefix pinned by that request was given up; its pages are free. Unknown ids change nothing."""
 
-    resident_id: ResidentId
-    num_pages: int
+    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

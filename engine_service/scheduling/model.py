@@ -183,11 +183,14 @@ class Policy:
     sprint: bool = True  #: no other prefill while a spoken answer is under way
     max_pause_s: float = 2.0
     max_waiting: int = 1_000  #: most requests waiting over all residents
+    prefix_share: float = 0.25  #: most of the pages that pinned prefixes may hold, [0, 1)
 
     def __post_init__(self) -> None:
         """Refuse a policy that breaks a promise by construction."""
         if not 0 <= self.background_reserve < 1:
             raise ValueError(f"background_reserve must be in [0, 1), not {self.background_reserve}")
+        if not 0 <= self.prefix_share < 1:
+            raise ValueError(f"prefix_share must be in [0, 1), not {self.prefix_share}")
         missing = [c.value for c in WorkloadClass if c not in self.classes]
         if missing:
             raise ValueError(f"policy lacks the classes {', '.join(missing)}")
@@ -204,7 +207,8 @@ class Policy:
                 raise ValueError(f"{name} must be > 0, not {getattr(self, name)}")
         if self.max_chunk_tokens < self.min_chunk_tokens:
             raise ValueError(
-                f"max_chunk_tokens ({self.max_chunk_tokens}) must be >= min_chunk_tokens ({self.min_chunk_tokens})"
+                f"max_chunk_tokens ({self.max_chunk_tokens}) must be >= "
+                f"min_chunk_tokens ({self.min_chunk_tokens})"
             )
 
 

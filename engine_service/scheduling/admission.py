@@ -1,0 +1,133 @@
+"""Which waiting request runs next, and whether it fits.
+
+Looks at the heads of flows only. Knows nothing of iterations.
+
+Order (scheduler.md section 3):
+ 0  voice and accessibility, while the resident's voice bucket lasts
+ 1  due requests, by due time, while the due budget of the window lasts
+ 2  lower classes, while they had less than the background reserve and nobody speaks
+ 3  chat > agent > embedding > background, least served resident first
+
+Sources: VTC (Sheng et al., OSDI 2024) for the order inside a tier; Llumnix (Sun et al., OSDI 2024) for
+headroom as a term of the same formula. Differs: ageing never changes the class (it opens tier 1), and a
+head that does not fit is passed over a bounded number of times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from engine_service.scheduling.model import WorkloadClass
+from engine_service.scheduling.records import Record
+from engine_service.scheduling.state import FlowId, State
+
+_FIRST_LOWER_URGENCY = WorkloadClass.AGENT.urgency
+
+
+class Tier(IntEnum):
+    """Why a request is where it is in the order."""
+
+    SPOKEN = 0
+    DUE = 1
+    RESERVE = 2
+    ORDER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The head of a flow and its place in the order."""
+
+    flow_id: FlowId
+    record: Record
+    tier: Tier
+    urgency: int
+
+
+def is_due(record: Record, *, now: float) -> bool:
+    """Return whether the request waited longer than its class allows."""
+    return now >= record.due_at
+
+
+def someone_speaks(state: State, *, now: float) -> bool:
+    """Return whether a spoken request is running or paused."""
+    return any(state.urgency(record, now=now) == 0 for record in state.holding.values())
+
+
+def candidates(state: State, *, now: float) -> list[Candidate]:
+    """Return the heads in the order they are to be tried."""
+    heads = list(state.heads())
+    due_left = state.due_spent.total(now=now) < state.policy.due_budget
+    spoken = someone_speaks(state, now=now) or any(state.urgency(head, now=now) == 0 for _, head in heads)
+    reserve_owed = not spoken and _is_reserve_owed(state, now=now)
+    ordered = []
+    for flow_id, record in heads:
+        urgency = state.urgency(record, now=now)
+        served, arrived_at, request_id = state.serving_key(record, now=now)
+        key: tuple[int, int, float, float, str]
+        if urgency == 0:
+            tier, key = Tier.SPOKEN, (0, served, arrived_at, 0.0, request_id)
+        elif due_left and is_due(record, now=now):
+            tier, key = Tier.DUE, (1, 0, record.due_at, 0.0, request_id)
+        elif reserve_owed and urgency >= _FIRST_LOWER_URGENCY:
+            tier, key = Tier.RESERVE, (2, served, arrived_at, 0.0, request_id)
+        else:
+            tier, key = Tier.ORDER, (3 + urgency, served, arrived_at, 0.0, request_id)
+        ordered.append((key, Candidate(flow_id=flow_id, record=record, tier=tier, urgency=urgency)))
+    ordered.sort(key=lambda pair: pair[0])
+    return [candidate for _, candidate in ordered]
+
+
+def _is_reserve_owed(state: State, *, now: float) -> bool:
+    total = state.all_service.total(now=now)
+    return state.lower_service.total(now=now) < state.policy.background_reserve * total
+
+
+def has_prefill_slot(state: State, record: Record, *, urgency: int, now: float) -> bool:
+    """Return whether its prompt could be computed now; who cannot start is not taken off the queue.
+
+    Late binding (Llumnix's "no regret"): a request that holds pages but waits for its prefill could no
+    longer be overtaken by a fairer choice.
+    """
+    if urgency == 0:
+        return True
+    if state.policy.sprint and someone_speaks(state, now=now):
+        return False
+    ahead = [r for r in state.holding.values() if not r.is_decoding and not r.is_cancelled]
+    if len(ahead) < state.policy.max_prefilling:
+        return True
+    backlog = sum(r.remaining for r in ahead) + record.length - record.shared
+    return state.known_capacity.mixes_prefill_and_decode and backlog <= state.policy.max_chunk_tokens
+
+
+def has_sequence(state: State, *, urgency: int) -> bool:
+    """Return whether a sequence is free for this urgency."""
+    limit = state.known_capacity.max_sequences - state.headroom_sequences(urgency)
+    return len(state.holding) < limit
+
+
+def may_run_more(state: State, record: Record) -> bool:
+    """Return whether the resident's limit of running requests allows one more."""
+    resident = state.residents.get(record.resident_id)
+    if resident is None or resident.max_running is None:
+        return True
+    running = sum(1 for r in state.holding.values() if r.resident_id == record.resident_id)
+    return running < resident.max_running
+
+
+def fits(state: State, num_pages: int, *, urgency: int) -> bool:
+    """Return whether that many pages are free beyond the headroom."""
+    return num_pages <= state.pages.free - state.headroom_pages(urgency)
+
+
+def most_pages_ever(state: State, record: Record) -> int:
+    """Return the pages the request needs at its longest."""
+    return state.pages_needed(record, record.most_tokens)
+
+
+def pages_ever_free(state: State, record: Record) -> int:
+    """Return the pages this request could have on an otherwise empty machine."""
+    capacity = state.known_capacity
+    if record.request.keep_prefix:
+        return state.prefix_allowance() - state.pages.num_pinned
+    return capacity.num_pages - state.prefix_allowance() - state.headroom_pages(record.class_id.urgency or 1)

@@ -1,0 +1,131 @@
+"""Every promise of the core, executable: `check(scheduler)` raises `InvariantBroken` at the first lie.
+
+Called after every core test and after every step of the property tests; cheap enough (one pass over the
+records) to be called by the engine now and then, where its answer becomes the "policy met" sensor.
+"""
+
+from __future__ import annotations
+
+from engine_service.scheduling.model import MICRO, RequestState, ServiceUnit
+from engine_service.scheduling.records import Record
+from engine_service.scheduling.scheduler import Scheduler
+from engine_service.scheduling.state import State
+
+
+class InvariantBroken(Exception):
+    """The core broke a promise: our fault. Carries the request's story where one is involved."""
+
+    def __init__(self, promise: str, message: str, record: Record | None = None) -> None:
+        """Name the promise (P1 to P10), what was seen, and the events that touched the request."""
+        story = "" if record is None else "\n  " + "\n  ".join([record.request_id, *record.story])
+        super().__init__(f"{promise}: {message}{story}")
+        self.promise = promise
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raise InvariantBroken unless every promise holds."""
+    state = scheduler.state
+    _check_states(state)
+    _check_pages(state)
+    _check_charges(state)
+    _check_flight(state)
+
+
+def counter_spread(state: State) -> int:
+    """Return max - min of the counters of backlogged residents, in micro-units (0 for fewer than two)."""
+    values = [state.counters.value(resident_id) for resident_id in state.backlogged]
+    return max(values) - min(values) if len(values) > 1 else 0
+
+
+def counter_bound(state: State) -> int:
+    """Return U + V + A in micro-units of a weight-1 resident.
+
+    U = max(w_p * L_in, w_q * M) with M the tokens the memory holds; V and A are what the voice bucket,
+    the due tier and the background reserve may spend out of order per window.
+    """
+    policy, capacity = state.policy, state.known_capacity
+    most_held = capacity.num_pages * capacity.page_tokens
+    usual = max(policy.prefill_cost * capacity.max_context_tokens, policy.decode_cost * most_held)
+    return (usual + policy.voice_bucket + policy.due_budget) * MICRO
+
+
+def _check_states(state: State) -> None:
+    waiting: dict[str, int] = {}
+    for request_id, record in state.records.items():
+        if record.request_id != request_id:
+            raise InvariantBroken("P10", f"filed under {request_id}", record)
+        is_held = request_id in state.holding
+        if record.holds_pages != is_held:
+            raise InvariantBroken("P4", f"state {record.state} but holding={is_held}", record)
+        if record.state is RequestState.WAITING:
+            waiting[record.resident_id] = waiting.get(record.resident_id, 0) + 1
+            if record.pages or record.reserved:
+                raise InvariantBroken("P4", "waits and holds pages", record)
+        if record.state is RequestState.FINISHED:
+            raise InvariantBroken("P8", "finished but still known", record)
+    told = {resident_id: count for resident_id, count in state.num_waiting.items() if count}
+    if told != waiting:
+        raise InvariantBroken("P8", f"waiting counts {told} but {waiting} wait")
+    reachable = sum(1 for _ in state.heads())
+    flows = {(r.class_id, r.resident_id) for r in state.records.values() if r.state is RequestState.WAITING}
+    if reachable != len(flows):
+        raise InvariantBroken("P6", f"{len(flows)} flows wait but {reachable} heads are reachable")
+
+
+def _check_pages(state: State) -> None:
+    held, pinned, by_resident = state.pages.audit()
+    if (held, pinned) != (state.pages.num_held, state.pages.num_pinned):
+        raise InvariantBroken(
+            "P4", f"ledger says {state.pages.num_held}+{state.pages.num_pinned}, holds {held}+{pinned}"
+        )
+    for resident_id, num_pages in by_resident.items():
+        if state.pages.held_by(resident_id) != num_pages:
+            raise InvariantBroken(
+                "P4", f"{resident_id} holds {num_pages}, ledger says {state.pages.held_by(resident_id)}"
+            )
+    for record in state.holding.values():
+        if record.pages != state.pages.pages_of(record.request_id):
+            raise InvariantBroken("P4", f"record says {record.pages} pages", record)
+        if not record.is_cancelled and record.stored > record.reserved:
+            raise InvariantBroken(
+                "P4", f"stores {record.stored} of {record.reserved} reserved tokens", record
+            )
+    if sum(r.pages for r in state.holding.values()) != held:
+        raise InvariantBroken("P4", "pages are held by nobody")
+
+
+def _check_charges(state: State) -> None:
+    """P5: charged = computed (fresh prefill and decode), and the rest is the system's."""
+    charged = sum(state.counters.service(resident_id) for resident_id in state.counters.resident_ids)
+    booked = sum(account.service for account in state.class_accounts.values())
+    if charged != booked:
+        raise InvariantBroken("P5", f"charged {charged} to residents, booked {booked} to classes")
+    if state.policy.unit is not ServiceUnit.TOKENS or state.has_changed_cost:
+        return
+    computed = 0
+    for account in state.accounts.values():
+        computed += account.prefill_tokens * state.policy.prefill_cost
+        computed += account.decode_tokens * state.policy.decode_cost
+    computed += state.recomputed_tokens * state.policy.prefill_cost
+    if computed != charged + state.counters.system_service:
+        raise InvariantBroken(
+            "P5", f"computed {computed} units, charged {charged} and system {state.counters.system_service}"
+        )
+
+
+def _check_flight(state: State) -> None:
+    if state.in_flight is None:
+        return
+    composed = state.in_flight.composed
+    ids = [*composed.decode_ids, *(chunk.request_id for chunk in composed.prefills)]
+    if len(set(ids)) != len(ids):
+        raise InvariantBroken("P3", f"an iteration names a request twice: {ids}")
+    for request_id in ids:
+        record = state.records.get(request_id)
+        if record is None or not record.holds_pages:
+            raise InvariantBroken("P4", f"an iteration runs {request_id}, which holds no pages", record)
+        if record.state is RequestState.PAUSED:
+            raise InvariantBroken("P3", "takes part and is paused", record)
+    for record in state.holding.values():
+        if record.state is RequestState.RUNNING and record.request_id not in ids:
+            raise InvariantBroken("P3", "running, but neither in the iteration nor paused", record)

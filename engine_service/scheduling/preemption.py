@@ -1,0 +1,92 @@
+"""Which running requests give their pages back, and for whom.
+
+Rules
+* Only for a strictly more urgent request, or to reclaim what a resident borrowed beyond its page cap.
+* Only if the pages (and sequences) of the chosen victims admit the beneficiary now.
+* Least urgent first, then most served, then cheapest to compute again; no victim more than needed.
+* A victim has made at least one page of progress since its last admission, and is left alone after
+  `max_preemptions`: then it held its whole reservation from the start.
+
+Sources: SGLang's priority threshold and sum check, Andes' feasibility-first refiner, as described in the
+papers; vLLM issue 49674 for the zero-progress cascade that the progress rule prevents.
+"""
+
+from __future__ import annotations
+
+from engine_service.scheduling.admission import Candidate
+from engine_service.scheduling.records import Record
+from engine_service.scheduling.state import State
+
+
+def is_preemptible(state: State, record: Record) -> bool:
+    """Return whether the request may lose its pages at all."""
+    return (
+        state.known_capacity.can_release
+        and not record.is_cancelled
+        and not record.request.keep_prefix
+        and record.preemptions < state.policy.max_preemptions
+    )
+
+
+def has_progressed(state: State, record: Record) -> bool:
+    """Return whether it computed at least one page since its last admission."""
+    return record.stored - record.stored_at_admission >= state.known_capacity.page_tokens
+
+
+def victims_for(state: State, candidate: Candidate, num_pages: int, *, now: float) -> list[Record]:
+    """Return the requests to preempt so that the candidate fits, empty if that cannot be done.
+
+    num_pages is what the candidate needs. The result frees enough pages and, if sequences are short, at
+    least one sequence.
+    """
+    missing_pages = num_pages + state.headroom_pages(candidate.urgency) - state.pages.free
+    limit = state.known_capacity.max_sequences - state.headroom_sequences(candidate.urgency)
+    missing_sequences = len(state.holding) + 1 - limit
+    chosen: list[Record] = []
+    for record in _by_cheapness(state, candidate, now=now):
+        if missing_pages <= 0 and missing_sequences <= 0:
+            break
+        chosen.append(record)
+        missing_pages -= record.pages
+        missing_sequences -= 1
+    if missing_pages > 0 or missing_sequences > 0:
+        return []
+    return _without_unneeded(chosen, spare_pages=-missing_pages, spare_sequences=-missing_sequences)
+
+
+def _by_cheapness(state: State, candidate: Candidate, *, now: float) -> list[Record]:
+    has_cap_room = not state.is_over_cap(candidate.record.resident_id)
+    found = []
+    for record in state.holding.values():
+        if not is_preemptible(state, record) or not has_progressed(state, record):
+            continue
+        urgency = state.urgency(record, now=now)
+        is_borrower = has_cap_room and state.is_over_cap(record.resident_id)
+        if urgency > candidate.urgency or (is_borrower and urgency >= candidate.urgency):
+            served, arrived_at, request_id = state.serving_key(record, now=now)
+            found.append(((-urgency, -served, record.stored, -arrived_at, request_id), record))
+    found.sort(key=lambda pair: pair[0])
+    return [record for _, record in found]
+
+
+def _without_unneeded(chosen: list[Record], *, spare_pages: int, spare_sequences: int) -> list[Record]:
+    kept = list(chosen)
+    for record in chosen:
+        if record.pages <= spare_pages and spare_sequences >= 1:
+            kept.remove(record)
+            spare_pages -= record.pages
+            spare_sequences -= 1
+    return kept
+
+
+def victim_for_growth(state: State, grower: Record, *, now: float) -> Record:
+    """Return who makes room when a running request needs another slice: the last in order, maybe itself."""
+    last = grower
+    last_key = state.order_key(grower, now=now)
+    for record in state.holding.values():
+        if record is grower or not is_preemptible(state, record):
+            continue
+        key = state.order_key(record, now=now)
+        if key > last_key:
+            last, last_key = record, key
+    return last

@@ -1,0 +1,90 @@
+"""What the scheduler remembers of one request, beside the immutable request itself.
+
+Decides nothing; only `scheduler.py` changes a record.
+
+    tokens of a sequence   [0 ........ prompt) [prompt ........ prompt + output)
+    stored                 [0 ... stored)            in the KV cache
+    charged                [0 ... charged)           highest position ever computed (or found) before
+    reserved               [0 ... reserved)          token slots the backend may fill
+
+A sequence decodes when all but its last token is stored; until then it prefills. After a preemption its
+output so far is computed again like a prompt; positions below `charged` are then paid by the system.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine_service.scheduling.model import Request, RequestId, RequestState, ResidentId, WorkloadClass
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """The mutable part of a request's life."""
+
+    request: Request
+    arrived_at: float
+    due_at: float
+    shared: int  #: leading tokens held by a pinned prefix
+    state: RequestState = RequestState.WAITING
+    admitted_at: float | None = None
+    pages: int = 0
+    reserved: int = 0
+    stored: int = 0
+    stored_at_admission: int = 0
+    charged: int = 0
+    output: int = 0  #: output tokens so far
+    skips: int = 0  #: requests admitted past this one while it did not fit
+    preemptions: int = 0
+    first_token_at: float | None = None
+    last_served_at: float = 0.0  #: when an iteration last included it
+    was_due: bool = False  #: admitted out of the due tier, whose budget pays for it
+    is_cancelled: bool = False
+    is_new_on_backend: bool = False  #: admitted, and the backend has not reported on it yet
+    story: list[str] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id of the request."""
+        return self.request.request_id
+
+    @property
+    def resident_id(self) -> ResidentId:
+        """Who is charged."""
+        return self.request.resident_id
+
+    @property
+    def class_id(self) -> WorkloadClass:
+        """What the work is."""
+        return self.request.class_id
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence: prompt plus output so far."""
+        return self.request.prompt_tokens + self.output
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that must be computed before the next output token."""
+        return self.length - self.stored
+
+    @property
+    def is_decoding(self) -> bool:
+        """Return whether the next iteration computes exactly its last output token."""
+        return self.output > 0 and self.remaining == 1
+
+    @property
+    def holds_pages(self) -> bool:
+        """Return whether it is running or paused."""
+        return self.state in (RequestState.RUNNING, RequestState.PAUSED)
+
+    @property
+    def most_tokens(self) -> int:
+        """Token slots it can ever need: prompt plus max_tokens."""
+        return self.request.prompt_tokens + self.request.max_tokens
+
+    def tell(self, what: str, *, now: float) -> None:
+        """Add a line to the story that an `InvariantBroken` carries (the last 64 are kept)."""
+        if len(self.story) >= 64:
+            del self.story[:32]
+        self.story.append(f"{now:.6f} {what}")

@@ -1,0 +1,615 @@
+"""The one door of the core: an event goes in, decisions come out.
+
+    decisions = scheduler.handle(event, now=clock())
+
+State changes nowhere else. Decisions come in the order in which the shell carries them out. After a
+`Compose` an iteration is under way until `IterationDone`; meanwhile events are noted, and nothing that
+holds pages is touched. As soon as none is under way and there is work, `handle` composes the next.
+
+Rules (each is checked by `invariants.check`)
+* P4 pages are conserved, and are free only after the backend was told to free them.
+* P5 what is charged is what was computed, plus what the system pays.
+* P7 the same events at the same times give the same decisions.
+* P8 a cancelled request gives its pages back within one iteration and settles once.
+* P9 no idle iteration while an admissible request waits, unless a named reserve says so.
+* P10 a class is set by the arrival and never changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import assert_never
+
+from engine_service.scheduling import admission, composition, preemption
+from engine_service.scheduling.admission import Candidate, Tier
+from engine_service.scheduling.counters import Account
+from engine_service.scheduling.decisions import (
+    AbortIteration,
+    Admit,
+    Cancel,
+    Compose,
+    Decision,
+    Grow,
+    Pause,
+    Preempt,
+    Reject,
+    Resume,
+)
+from engine_service.scheduling.events import (
+    Arrived,
+    BackendLost,
+    Cancelled,
+    CapacityChanged,
+    DayStarted,
+    Event,
+    IterationDone,
+    PolicyChanged,
+    PrefixDropped,
+    ResidentsChanged,
+    SequenceResult,
+    Ticked,
+)
+from engine_service.scheduling.model import (
+    GUEST,
+    HOUSE,
+    SYSTEM,
+    Policy,
+    PreemptionMode,
+    RejectReason,
+    RequestId,
+    RequestState,
+    Resident,
+    ResidentId,
+    ServiceUnit,
+    WorkloadClass,
+    pages_for,
+)
+from engine_service.scheduling.records import Record
+from engine_service.scheduling.state import InFlight, State
+
+_REBASE_EVERY = 4096
+_LOWER = WorkloadClass.AGENT.urgency
+
+
+class Scheduler:
+    """Decides who is served, iteration by iteration. Deterministic; owns no thread, clock or device."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        """Start with nobody but guest and house, and without a backend."""
+        self.state = State(policy or Policy())
+        self._set_residents(())
+
+    # ---- the door
+
+    def handle(self, event: Event, *, now: float) -> list[Decision]:
+        """Take note of event at monotonic now (seconds) and return what to do, in order."""
+        decisions = self._note(event, now=now)
+        if self.state.in_flight is None and self.state.capacity is not None:
+            decisions.extend(self._plan(now=now))
+        return decisions
+
+    def _note(self, event: Event, *, now: float) -> list[Decision]:
+        match event:
+            case Arrived():
+                return self._arrived(event, now=now)
+            case Cancelled():
+                return self._cancelled(event.request_id, now=now)
+            case IterationDone():
+                return self._iteration_done(event, now=now)
+            case CapacityChanged():
+                self.state.capacity = event.capacity
+                self.state.pages.total = event.capacity.num_pages
+                return []
+            case PolicyChanged():
+                self._set_policy(event.policy)
+                return []
+            case ResidentsChanged():
+                self._set_residents(event.residents)
+                return []
+            case DayStarted():
+                self.state.quota.start_day(event.day, ends_at=event.ends_at)
+                return []
+            case BackendLost():
+                return self._backend_lost(now=now)
+            case PrefixDropped():
+                return self._prefix_dropped(event.request_id)
+            case Ticked():
+                return []
+            case _:
+                assert_never(event)
+
+    # ---- questions of the shell
+
+    @property
+    def residents(self) -> Mapping[ResidentId, Resident]:
+        """Everybody who may order, guest and house included."""
+        return self.state.residents
+
+    def knows(self, request_id: RequestId) -> bool:
+        """Return whether the request waits or holds pages."""
+        return request_id in self.state.records
+
+    # ---- residents
+
+    def _set_residents(self, residents: tuple[Resident, ...]) -> None:
+        known = {r.resident_id: r for r in residents}
+        for fixed in (GUEST, HOUSE):
+            known.setdefault(fixed, Resident(resident_id=fixed))
+        known.pop(SYSTEM, None)
+        self.state.residents = known
+        self.state.counters.set_weights({r.resident_id: r.weight for r in known.values()})
+        self.state.quota.set_residents(known.values())
+        for resident_id in known:
+            self.state.account(resident_id)
+
+    def _set_policy(self, policy: Policy) -> None:
+        before = self.state.policy
+        if (before.unit, before.prefill_cost, before.decode_cost) != (
+            policy.unit,
+            policy.prefill_cost,
+            policy.decode_cost,
+        ):
+            self.state.has_changed_cost = True
+        self.state.policy = policy
+        self.state.open_windows()
+
+    # ---- arrivals
+
+    def _arrived(self, event: Arrived, *, now: float) -> list[Decision]:
+        request = event.request
+        policy = self.state.policy.classes[request.class_id]
+        record = Record(
+            request=request,
+            arrived_at=now,
+            due_at=now + policy.max_wait_s,
+            shared=request.shared_prefix_tokens,
+            last_served_at=now,
+        )
+        refusal = self._refusal(record, now=now)
+        if refusal is not None:
+            self._count_rejection(record)
+            return [refusal]
+        if not self.state.num_waiting.get(record.resident_id):
+            self.state.counters.lift(record.resident_id, backlogged=self.state.backlogged)
+        self.state.records[record.request_id] = record
+        self.state.enqueue(record, now=now)
+        record.tell("arrived", now=now)
+        return self._abort_for(record, now=now)
+
+    def _count_rejection(self, record: Record) -> None:
+        self.state.class_accounts[record.class_id].rejected += 1
+        if record.resident_id in self.state.residents:
+            self.state.account(record.resident_id).rejected += 1
+
+    def _refusal(self, record: Record, *, now: float) -> Reject | None:
+        request, state = record.request, self.state
+
+        def reject(reason: RejectReason, limit: int | None = None, retry: float | None = None) -> Reject:
+            return Reject(request_id=request.request_id, reason=reason, limit=limit, retry_after_s=retry)
+
+        if request.request_id in state.records:
+            return reject(RejectReason.DUPLICATE_REQUEST)
+        resident = state.residents.get(request.resident_id)
+        if resident is None:
+            return reject(RejectReason.UNKNOWN_RESIDENT)
+        too_long = self._too_long(record)
+        if too_long is not None:
+            return too_long
+        if state.quota.is_spent(request.resident_id) and state.quota.is_hard(request.resident_id):
+            return reject(RejectReason.QUOTA_EXHAUSTED, 0, state.quota.resets_in_s(now=now))
+        waiting = state.num_waiting.get(request.resident_id, 0)
+        if waiting >= resident.max_waiting:
+            return reject(
+                RejectReason.TOO_MANY_REQUESTS, resident.max_waiting, self._drain_s(waiting, now=now)
+            )
+        if state.total_waiting >= state.policy.max_waiting:
+            return reject(
+                RejectReason.QUEUE_FULL, state.policy.max_waiting, self._drain_s(state.total_waiting, now=now)
+            )
+        return None
+
+    def _too_long(self, record: Record) -> Reject | None:
+        request, state = record.request, self.state
+        capacity = state.known_capacity
+        policy = state.policy.classes[request.class_id]
+        if policy.max_output_tokens is not None and request.max_tokens > policy.max_output_tokens:
+            return Reject(
+                request_id=request.request_id,
+                reason=RejectReason.OUTPUT_TOO_LONG,
+                limit=policy.max_output_tokens,
+            )
+        context = min(capacity.max_context_tokens, policy.max_context_tokens or capacity.max_context_tokens)
+        if record.most_tokens > context:
+            return Reject(
+                request_id=request.request_id,
+                reason=RejectReason.PROMPT_TOO_LONG,
+                limit=max(0, context - request.max_tokens),
+            )
+        pages = admission.pages_ever_free(state, record)
+        if admission.most_pages_ever(state, record) > pages:
+            fitting = pages * capacity.page_tokens + record.shared - request.max_tokens
+            return Reject(
+                request_id=request.request_id, reason=RejectReason.NEVER_FITS, limit=max(0, fitting)
+            )
+        return None
+
+    def _drain_s(self, num_waiting: int, *, now: float) -> float:
+        """Return a coarse time (whole s, 1 to 3600) until trying again makes sense.
+
+        Half of the queue's work at the service rate of the last window; before anything was measured,
+        one second per waiting request.
+        """
+        finished = sum(a.finished for a in self.state.class_accounts.values())
+        service = sum(a.service for a in self.state.class_accounts.values())
+        rate = self.state.all_service.total(now=now) / self.state.policy.reserve_window_s
+        seconds = num_waiting * service / finished / rate / 2 if finished and rate else float(num_waiting)
+        return float(math.ceil(min(3600.0, max(1.0, seconds))))
+
+    def _abort_for(self, record: Record, *, now: float) -> list[Decision]:
+        """Stop a prefill under way when somebody speaks, if the backend can."""
+        flight = self.state.in_flight
+        if flight is None or flight.is_aborting or not self.state.known_capacity.can_abort:
+            return []
+        if self.state.urgency(record, now=now) != 0:
+            return []
+        chunks = [self.state.records.get(chunk.request_id) for chunk in flight.composed.prefills]
+        if not any(r is not None and self.state.urgency(r, now=now) > 0 for r in chunks):
+            return []
+        flight.is_aborting = True
+        return [AbortIteration()]
+
+    # ---- leaving
+
+    def _cancelled(self, request_id: RequestId, *, now: float) -> list[Decision]:
+        record = self.state.records.get(request_id)
+        if record is None or record.is_cancelled:
+            return []
+        record.tell("cancelled", now=now)
+        if record.state is RequestState.WAITING:
+            self._forget_waiting(record, now=now)
+            # A preempted request still has its tokens and sampler on the backend.
+            return [Cancel(request_id=request_id)] if record.preemptions else []
+        record.is_cancelled = True
+        if self.state.in_flight is not None:
+            return []
+        return self._drop_cancelled()
+
+    def _forget_waiting(self, record: Record, *, now: float) -> None:
+        self.state.dequeue(record, now=now)
+        self._settle(record)
+        self._count(record, "cancelled")
+
+    def _drop_cancelled(self) -> list[Decision]:
+        decisions: list[Decision] = []
+        for record in [r for r in self.state.holding.values() if r.is_cancelled]:
+            self._give_back(record)
+            self._settle(record)
+            self._count(record, "cancelled")
+            decisions.append(Cancel(request_id=record.request_id))
+        return decisions
+
+    def _give_back(self, record: Record) -> None:
+        self.state.pages.release(record.request_id)
+        self.state.holding.pop(record.request_id, None)
+        record.pages = 0
+        record.reserved = 0
+
+    def _settle(self, record: Record) -> None:
+        record.state = RequestState.FINISHED
+        self.state.records.pop(record.request_id, None)
+
+    def _count(self, record: Record, what: str) -> None:
+        for account in (self._payer(record), self.state.class_accounts[record.class_id]):
+            setattr(account, what, getattr(account, what) + 1)
+
+    def _payer(self, record: Record) -> Account:
+        return self.state.account(SYSTEM if record.request.paid_by_system else record.resident_id)
+
+    def _backend_lost(self, *, now: float) -> list[Decision]:
+        self.state.in_flight = None
+        for record in list(self.state.holding.values()):
+            self.state.holding.pop(record.request_id)
+            if record.is_cancelled:
+                self._settle(record)
+                self._count(record, "cancelled")
+                continue
+            record.pages = record.reserved = record.stored = 0
+            record.state = RequestState.WAITING
+            record.tell("backend lost", now=now)
+            record.preemptions += 1
+            self.state.enqueue(record, now=now)
+        self.state.pages.forget_all()
+        for record in self.state.records.values():
+            record.shared = 0
+        return []
+
+    def _prefix_dropped(self, request_id: RequestId) -> list[Decision]:
+        if self.state.pages.unpin(request_id):
+            for record in self.state.records.values():
+                if record.state is RequestState.WAITING:
+                    record.shared = 0
+        return []
+
+    # ---- an iteration came back
+
+    def _iteration_done(self, event: IterationDone, *, now: float) -> list[Decision]:
+        flight, self.state.in_flight = self.state.in_flight, None
+        if flight is None:
+            return []
+        self.state.num_iterations += 1
+        if not event.aborted:
+            self.state.estimator.observe(flight.shape, event.seconds)
+        micros = self._micros_of(event)
+        for result in event.results:
+            record = self.state.records.get(result.request_id)
+            if record is not None:
+                self._credit(record, result, micros.get(result.request_id), now=now)
+        if self.state.num_iterations % _REBASE_EVERY == 0:
+            self.state.counters.rebase()
+        return self._drop_cancelled()
+
+    def _micros_of(self, event: IterationDone) -> dict[RequestId, int]:
+        """Split the measured time over the results, in whole microseconds; nothing gets lost."""
+        if self.state.policy.unit is not ServiceUnit.ACCELERATOR_TIME:
+            return {}
+        policy = self.state.policy
+        parts = {
+            r.request_id: r.prefill_tokens * policy.prefill_cost + r.decode_tokens * policy.decode_cost
+            for r in event.results
+        }
+        whole, total = int(event.seconds * 1_000_000), sum(parts.values())
+        if not total:
+            return {}
+        split = {request_id: whole * part // total for request_id, part in parts.items()}
+        first = next(iter(split))
+        split[first] += whole - sum(split.values())
+        return split
+
+    def _credit(self, record: Record, result: SequenceResult, micros: int | None, *, now: float) -> None:
+        if record.is_new_on_backend:
+            self._note_cached(record, result.cached_tokens)
+        start, end = record.stored, record.stored + result.prefill_tokens
+        fresh = max(0, min(end, record.request.prompt_tokens) - max(start, record.charged))
+        recomputed = result.prefill_tokens - fresh
+        record.charged = max(record.charged, end)
+        record.stored = end
+        if result.decode_tokens:
+            # The token that was decoded from is stored now; the newest one is not yet.
+            record.output += result.decode_tokens
+            record.stored = record.length - 1
+            record.charged = max(record.charged, record.stored)
+            if record.first_token_at is None:
+                record.first_token_at = now
+        self._charge(record, fresh, recomputed, result.decode_tokens, micros, now=now)
+        if result.finished or result.failed:
+            self._finished(record, failed=result.failed)
+
+    def _note_cached(self, record: Record, cached: int) -> None:
+        record.is_new_on_backend = False
+        record.stored = max(record.stored, cached)
+        record.stored_at_admission = record.stored
+        record.charged = max(record.charged, min(cached, record.request.prompt_tokens))
+        if record.preemptions == 0:
+            self._payer(record).cached_tokens += cached
+            self.state.class_accounts[record.class_id].cached_tokens += cached
+
+    def _charge(
+        self, record: Record, fresh: int, recomputed: int, decoded: int, micros: int | None, *, now: float
+    ) -> None:
+        state, policy = self.state, self.state.policy
+        for account in (self._payer(record), state.class_accounts[record.class_id]):
+            account.prefill_tokens += fresh
+            account.decode_tokens += decoded
+        state.recomputed_tokens += recomputed
+        units = fresh * policy.prefill_cost + decoded * policy.decode_cost
+        system_units = recomputed * policy.prefill_cost
+        if micros is not None:
+            units, system_units = self._split_micros(micros, units, system_units)
+        if record.request.paid_by_system:
+            units, system_units = 0, units + system_units
+        state.counters.charge_system(system_units)
+        state.counters.charge(record.resident_id, units)
+        for account in (state.account(record.resident_id), state.class_accounts[record.class_id]):
+            account.service += units
+        state.quota.spend(record.resident_id, 0 if record.request.paid_by_system else fresh + decoded)
+        self._book_windows(record, units, now=now)
+
+    @staticmethod
+    def _split_micros(micros: int, units: int, system_units: int) -> tuple[int, int]:
+        total = units + system_units
+        own = micros * units // total if total else 0
+        return own, micros - own
+
+    def _book_windows(self, record: Record, units: int, *, now: float) -> None:
+        state = self.state
+        state.all_service.add(units, now=now)
+        if record.class_id.urgency >= _LOWER:
+            state.lower_service.add(units, now=now)
+        if record.class_id.is_spoken:
+            spent = state.spoken_spent.get(record.resident_id)
+            if spent is None:
+                spent = state.spoken_spent[record.resident_id] = type(state.due_spent)(
+                    state.policy.voice_window_s
+                )
+            spent.add(units, now=now)
+        if record.was_due:
+            state.due_spent.add(units, now=now)
+
+    def _finished(self, record: Record, *, failed: bool) -> None:
+        if record.request.keep_prefix and not failed and not record.is_cancelled:
+            self.state.holding.pop(record.request_id, None)
+            kept = pages_for(
+                record.request.prompt_tokens - record.shared, self.state.known_capacity.page_tokens
+            )
+            self.state.pages.pin(record.request_id, num_pages=kept)
+        else:
+            self._give_back(record)
+        self._settle(record)
+        self._count(record, "cancelled" if failed or record.is_cancelled else "finished")
+
+    # ---- planning the next iteration
+
+    def _plan(self, *, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
+        self._drain_overcommitted(decisions, now=now)
+        self._grow(decisions, now=now)
+        self._admit_all(decisions, now=now)
+        composed = composition.compose(self.state, now=now)
+        if composed.is_empty:
+            return decisions
+        self._mark_participants(composed, decisions, now=now)
+        order = Compose(
+            decode_ids=tuple(r.request_id for r in composed.decodes),
+            prefills=composed.prefills,
+            predicted_s=composed.predicted_s,
+        )
+        self.state.in_flight = InFlight(composed=order, shape=composed.shape, started_at=now)
+        decisions.append(order)
+        return decisions
+
+    def _mark_participants(
+        self, composed: composition.Composition, decisions: list[Decision], *, now: float
+    ) -> None:
+        taking_part = {r.request_id for r in composed.decodes} | {c.request_id for c in composed.prefills}
+        for record in self.state.holding.values():
+            if record.request_id in taking_part:
+                record.last_served_at = now
+                if record.state is RequestState.PAUSED:
+                    record.state = RequestState.RUNNING
+                    decisions.append(Resume(request_id=record.request_id))
+            elif record.state is RequestState.RUNNING:
+                record.state = RequestState.PAUSED
+                record.tell("paused", now=now)
+                decisions.append(Pause(request_id=record.request_id))
+
+    def _drain_overcommitted(self, decisions: list[Decision], *, now: float) -> None:
+        """Give pages back until the ledger fits a capacity that shrank."""
+        while self.state.pages.free < 0 and self.state.holding:
+            last = max(self.state.holding.values(), key=lambda r: self.state.order_key(r, now=now))
+            self._preempt(last, None, decisions, now=now)
+
+    def _grow(self, decisions: list[Decision], *, now: float) -> None:
+        growing = [r for r in self.state.holding.values() if r.is_decoding and r.length > r.reserved]
+        growing.sort(key=lambda r: self.state.order_key(r, now=now))
+        for record in growing:
+            if record.state is not RequestState.WAITING:
+                self._grow_one(record, decisions, now=now)
+
+    def _grow_one(self, record: Record, decisions: list[Decision], *, now: float) -> None:
+        state = self.state
+        reserved = min(record.most_tokens, record.length + state.policy.output_slice_tokens)
+        more = state.pages_needed(record, reserved) - record.pages
+        urgency = state.urgency(record, now=now)
+        while not admission.fits(state, more, urgency=urgency):
+            victim = preemption.victim_for_growth(state, record, now=now)
+            self._preempt(victim, None if victim is record else record, decisions, now=now)
+            if victim is record:
+                return
+        state.pages.reserve(record.request_id, record.resident_id, more)
+        record.pages += more
+        record.reserved = reserved
+        decisions.append(Grow(request_id=record.request_id, reserved_tokens=reserved))
+
+    def _admit_all(self, decisions: list[Decision], *, now: float) -> None:
+        """Admit in order until nothing more fits; those over their page cap come last, on loan."""
+        passed_over: list[Record] = []
+        on_loan: list[Candidate] = []
+        tried: set[tuple[WorkloadClass, ResidentId]] = set()
+        progress = True
+        while progress:
+            progress = False
+            for candidate in admission.candidates(self.state, now=now):
+                if candidate.flow_id in tried:
+                    continue
+                outcome = self._try(candidate, decisions, on_loan, now=now)
+                if outcome == "admitted":
+                    for skipped in passed_over:
+                        skipped.skips += 1
+                    progress = True
+                    break
+                tried.add(candidate.flow_id)
+                if outcome == "no_slot":
+                    return
+                if outcome == "no_pages":
+                    if candidate.record.skips >= self.state.policy.max_skips:
+                        return
+                    passed_over.append(candidate.record)
+        if not passed_over:
+            self._lend(on_loan, decisions, now=now)
+
+    def _lend(self, on_loan: list[Candidate], decisions: list[Decision], *, now: float) -> None:
+        """Let residents borrow beyond their cap what nobody else can use; it is reclaimed by preemption."""
+        for candidate in on_loan:
+            record = candidate.record
+            reserved = self.state.admission_tokens(record)
+            need = self.state.pages_needed(record, reserved)
+            if (
+                self.state.known_capacity.can_release
+                and admission.has_prefill_slot(self.state, record, urgency=candidate.urgency, now=now)
+                and admission.has_sequence(self.state, urgency=candidate.urgency)
+                and admission.fits(self.state, need, urgency=candidate.urgency)
+            ):
+                self._admit(candidate, reserved, need, decisions, now=now)
+
+    def _try(
+        self, candidate: Candidate, decisions: list[Decision], on_loan: list[Candidate], *, now: float
+    ) -> str:
+        record, state = candidate.record, self.state
+        if not admission.has_prefill_slot(state, record, urgency=candidate.urgency, now=now):
+            return "no_slot"
+        if not admission.may_run_more(state, record):
+            return "not_now"
+        reserved = state.admission_tokens(record)
+        need = state.pages_needed(record, reserved)
+        # What is said aloud is bounded by its bucket; a cap must not make a light wait for a summary.
+        if candidate.tier is not Tier.SPOKEN and state.is_over_cap(record.resident_id, more_pages=need):
+            on_loan.append(candidate)
+            return "not_now"
+        if not (
+            admission.has_sequence(state, urgency=candidate.urgency)
+            and admission.fits(state, need, urgency=candidate.urgency)
+        ):
+            victims = preemption.victims_for(state, candidate, need, now=now)
+            if not victims:
+                return "no_pages"
+            for victim in victims:
+                self._preempt(victim, record, decisions, now=now)
+        self._admit(candidate, reserved, need, decisions, now=now)
+        return "admitted"
+
+    def _admit(
+        self, candidate: Candidate, reserved: int, need: int, decisions: list[Decision], *, now: float
+    ) -> None:
+        record, state = candidate.record, self.state
+        state.dequeue(record, now=now)
+        state.pages.reserve(record.request_id, record.resident_id, need)
+        record.state = RequestState.RUNNING
+        record.admitted_at = now
+        record.pages, record.reserved = need, reserved
+        record.stored = record.stored_at_admission = record.shared
+        record.is_new_on_backend = True
+        record.was_due = candidate.tier is Tier.DUE
+        record.skips = 0
+        record.last_served_at = now
+        record.tell(f"admitted as {candidate.tier.name.lower()}", now=now)
+        state.holding[record.request_id] = record
+        decisions.append(Admit(request_id=record.request_id, reserved_tokens=reserved))
+
+    def _preempt(
+        self, victim: Record, beneficiary: Record | None, decisions: list[Decision], *, now: float
+    ) -> None:
+        self._give_back(victim)
+        victim.state = RequestState.WAITING
+        victim.stored = 0
+        victim.preemptions += 1
+        victim.tell(f"preempted for {beneficiary.request_id if beneficiary else 'itself'}", now=now)
+        self._count(victim, "preemptions")
+        self.state.enqueue(victim, now=now)
+        decisions.append(
+            Preempt(
+                request_id=victim.request_id,
+                mode=PreemptionMode.RELEASE,
+                beneficiary_id=beneficiary.request_id if beneficiary else None,
+            )
+        )

@@ -1,0 +1,237 @@
+"""Everything the scheduler knows at one instant, and the questions that can be asked of it.
+
+Decides nothing and changes nothing but its own bookkeeping (flows, waiting counts). `admission`,
+`preemption` and `composition` read it; `scheduler` alone acts on it.
+
+A *flow* is all waiting requests of one class and resident, oldest first. Heads of flows are all that is
+ever looked at, so the work per decision does not grow with the number of waiting requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine_service.scheduling.counters import Account, Counters
+from engine_service.scheduling.decisions import Compose
+from engine_service.scheduling.estimator import CostEstimator, IterationShape
+from engine_service.scheduling.model import (
+    MICRO,
+    Capacity,
+    FairnessGoal,
+    Policy,
+    RequestId,
+    RequestState,
+    Resident,
+    ResidentId,
+    WorkloadClass,
+    pages_for,
+)
+from engine_service.scheduling.pages import PageLedger
+from engine_service.scheduling.quota import DailyQuota
+from engine_service.scheduling.records import Record
+from engine_service.scheduling.windows import WindowSum
+
+FlowId = tuple[WorkloadClass, ResidentId]
+OrderKey = tuple[int, int, float, RequestId]
+_CHAT_URGENCY = WorkloadClass.CHAT.urgency
+_LOWEST_URGENCY = WorkloadClass.BACKGROUND.urgency
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlight:
+    """The iteration under way."""
+
+    composed: Compose
+    shape: IterationShape
+    started_at: float
+    is_aborting: bool = False
+
+
+@dataclass(slots=True)
+class State:
+    """The scheduler's memory."""
+
+    policy: Policy
+    capacity: Capacity | None = None
+    residents: dict[ResidentId, Resident] = field(default_factory=dict)
+    records: dict[RequestId, Record] = field(default_factory=dict)
+    holding: dict[RequestId, Record] = field(default_factory=dict)
+    flows: dict[FlowId, list[tuple[int, float, RequestId]]] = field(default_factory=dict)
+    num_waiting: dict[ResidentId, int] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    pages: PageLedger = field(default_factory=PageLedger)
+    quota: DailyQuota = field(default_factory=DailyQuota)
+    estimator: CostEstimator = field(default_factory=CostEstimator)
+    accounts: dict[ResidentId, Account] = field(default_factory=dict)
+    class_accounts: dict[WorkloadClass, Account] = field(
+        default_factory=lambda: {class_id: Account() for class_id in WorkloadClass}
+    )
+    in_flight: InFlight | None = None
+    recomputed_tokens: int = 0
+    has_changed_cost: bool = False  #: the unit or its prices changed: sums before and after do not compare
+    num_iterations: int = 0
+    spoken_spent: dict[ResidentId, WindowSum] = field(default_factory=dict)
+    due_spent: WindowSum = field(init=False)
+    all_service: WindowSum = field(init=False)
+    lower_service: WindowSum = field(init=False)
+    waited: dict[ResidentId, int] = field(default_factory=dict)
+    waiting_since: dict[ResidentId, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Open the windows of the policy."""
+        self.open_windows()
+
+    def open_windows(self) -> None:
+        """Start all windows afresh (a new policy may have other lengths)."""
+        self.spoken_spent = {}
+        self.due_spent = WindowSum(self.policy.due_window_s)
+        self.all_service = WindowSum(self.policy.reserve_window_s)
+        self.lower_service = WindowSum(self.policy.reserve_window_s)
+
+    # ---- who is waiting
+
+    def enqueue(self, record: Record, *, now: float) -> None:
+        """Put a waiting record into its flow."""
+        resident_id = record.resident_id
+        flow = self.flows.setdefault((record.class_id, resident_id), [])
+        heapq.heappush(flow, (0 if record.preemptions else 1, record.arrived_at, record.request_id))
+        if not self.num_waiting.get(resident_id):
+            self.waiting_since[resident_id] = now
+        self.num_waiting[resident_id] = self.num_waiting.get(resident_id, 0) + 1
+
+    def dequeue(self, record: Record, *, now: float) -> None:
+        """Note that the record waits no more; its heap entry goes when it surfaces."""
+        resident_id = record.resident_id
+        self.num_waiting[resident_id] -= 1
+        if not self.num_waiting[resident_id]:
+            self.counters.left_queue(resident_id)
+            since = self.waiting_since.pop(resident_id)
+            self.waited[resident_id] = self.waited.get(resident_id, 0) + self._weighted_wait(
+                resident_id, now - since
+            )
+
+    def heads(self) -> Iterator[tuple[FlowId, Record]]:
+        """Yield the oldest waiting record of every flow, in the order the flows came to be."""
+        for flow_id, flow in self.flows.items():
+            while flow:
+                _, arrived_at, request_id = flow[0]
+                record = self.records.get(request_id)
+                if (
+                    record is not None
+                    and record.state is RequestState.WAITING
+                    and record.arrived_at == arrived_at
+                ):
+                    yield flow_id, record
+                    break
+                heapq.heappop(flow)
+
+    @property
+    def backlogged(self) -> list[ResidentId]:
+        """Residents with something waiting."""
+        return [resident_id for resident_id, count in self.num_waiting.items() if count]
+
+    @property
+    def total_waiting(self) -> int:
+        """Waiting requests of all residents."""
+        return sum(self.num_waiting.values())
+
+    # ---- how urgent, how served
+
+    def urgency(self, record: Record, *, now: float) -> int:
+        """Return the class's urgency, or less where a bucket or a soft quota is exhausted."""
+        urgency = record.class_id.urgency
+        if self.quota.is_spent(record.resident_id):
+            return _LOWEST_URGENCY
+        if urgency == 0 and not self.has_voice_bucket(record.resident_id, now=now):
+            return _CHAT_URGENCY
+        return urgency
+
+    def has_voice_bucket(self, resident_id: ResidentId, *, now: float) -> bool:
+        """Return whether the resident may still speak ahead of the order."""
+        spent = self.spoken_spent.get(resident_id)
+        return spent is None or spent.total(now=now) < self.policy.voice_bucket
+
+    def serving_key(self, record: Record, *, now: float) -> tuple[int, float, RequestId]:
+        """Least served first, then oldest, then by id: no tie is left to chance."""
+        return (self._served(record.resident_id, now=now), record.arrived_at, record.request_id)
+
+    def order_key(self, record: Record, *, now: float) -> OrderKey:
+        """Return urgency and then the serving key."""
+        return (self.urgency(record, now=now), *self.serving_key(record, now=now))
+
+    def _served(self, resident_id: ResidentId, *, now: float) -> int:
+        match self.policy.fairness:
+            case FairnessGoal.SERVICE:
+                return self.counters.value(resident_id)
+            case FairnessGoal.WAITING:
+                waited = self.waited.get(resident_id, 0)
+                since = self.waiting_since.get(resident_id)
+                if since is not None:
+                    waited += self._weighted_wait(resident_id, now - since)
+                return -waited
+            case FairnessGoal.COMPLETIONS:
+                return self.account(resident_id).finished * MICRO // self.weight(resident_id)
+            case FairnessGoal.CLASS_ONLY:
+                return 0
+
+    def _weighted_wait(self, resident_id: ResidentId, seconds: float) -> int:
+        return int(seconds * MICRO) * self.weight(resident_id)
+
+    def weight(self, resident_id: ResidentId) -> int:
+        """Return the weight; a removed resident drains with weight 1."""
+        resident = self.residents.get(resident_id)
+        return 1 if resident is None else resident.weight
+
+    def account(self, resident_id: ResidentId) -> Account:
+        """Return the resident's account, opening it if needed."""
+        return self.accounts.setdefault(resident_id, Account())
+
+    # ---- memory: one formula for everybody
+
+    @property
+    def known_capacity(self) -> Capacity:
+        """The capacity; asking before it is known is a bug of the shell."""
+        if self.capacity is None:
+            raise RuntimeError("CapacityChanged must be the first event")
+        return self.capacity
+
+    def headroom_pages(self, urgency: int) -> int:
+        """Return the pages that this urgency must leave free (Llumnix's headroom as virtual usage)."""
+        return (
+            0 if urgency == 0 else min(self.policy.voice_headroom_pages, self.known_capacity.num_pages // 4)
+        )
+
+    def headroom_sequences(self, urgency: int) -> int:
+        """Return the sequences that this urgency must leave free."""
+        return (
+            0
+            if urgency == 0
+            else min(self.policy.voice_headroom_sequences, self.known_capacity.max_sequences - 1)
+        )
+
+    def prefix_allowance(self) -> int:
+        """Return the most pages that pinned prefixes may hold."""
+        return int(self.known_capacity.num_pages * self.policy.prefix_share)
+
+    def admission_tokens(self, record: Record) -> int:
+        """Return the token slots to reserve at admission.
+
+        All it may ever need where it cannot be taken back (or was taken back often enough), else its
+        length and one slice of growth.
+        """
+        is_fixed = not self.known_capacity.can_release or record.preemptions >= self.policy.max_preemptions
+        grown = record.length + self.policy.output_slice_tokens
+        return record.most_tokens if is_fixed else min(record.most_tokens, grown)
+
+    def pages_needed(self, record: Record, reserved_tokens: int) -> int:
+        """Return the pages for that many slots, the shared prefix not counted."""
+        return pages_for(reserved_tokens - record.shared, self.known_capacity.page_tokens)
+
+    def is_over_cap(self, resident_id: ResidentId, *, more_pages: int = 0) -> bool:
+        """Return whether the resident holds (or would hold) more than its page cap."""
+        resident = self.residents.get(resident_id)
+        if resident is None or resident.page_cap is None:
+            return False
+        return self.pages.held_by(resident_id) + more_pages > resident.page_cap

@@ -1,0 +1,44 @@
+"""Sums over a sliding window of time, in whole units.
+
+Decides nothing. The window is cut into slots, so that a sum costs a bounded amount of work and memory
+however many charges fell into it; a charge leaves the window at most one slot late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+_SLOTS = 24
+
+
+class WindowSum:
+    """Whole units added over the last window_s seconds (monotonic time, never going back)."""
+
+    def __init__(self, window_s: float) -> None:
+        """Start empty; window_s > 0."""
+        self._slot_s = window_s / _SLOTS
+        self._slots: deque[tuple[int, int]] = deque()
+        self._total = 0
+
+    def add(self, amount: int, *, now: float) -> None:
+        """Add amount (>= 0) at now."""
+        if amount <= 0:
+            return
+        self._expire(now)
+        slot = int(now / self._slot_s)
+        if self._slots and self._slots[-1][0] >= slot:
+            last, held = self._slots.pop()
+            self._slots.append((last, held + amount))
+        else:
+            self._slots.append((slot, amount))
+        self._total += amount
+
+    def total(self, *, now: float) -> int:
+        """Return the sum of what was added in (now - window_s, now]."""
+        self._expire(now)
+        return self._total
+
+    def _expire(self, now: float) -> None:
+        oldest = int(now / self._slot_s) - _SLOTS
+        while self._slots and self._slots[0][0] <= oldest:
+            self._total -= self._slots.popleft()[1]
