@@ -73,7 +73,8 @@ class DayStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLost:
-    """The backend forgot everything it held. Running requests wait again; no iteration is under way."""
+    """The backend forgot everything it held. Running requests wait again; the next `CapacityChanged` says
+    that there is a backend again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ class Scheduler:
     def handle(self, event: Event, *, now: float) -> list[Decision]:
         """Take note of event at monotonic now (seconds) and return what to do, in order."""
         decisions = self._note(event, now=now)
-        if self.state.in_flight is None and self.state.capacity is not None:
+        if self.state.in_flight is None and self.state.is_backend_up:
             decisions.extend(self._plan(now=now))
         return decisions
 
@@ -99,6 +99,7 @@ class Scheduler:
                 return self._iteration_done(event, now=now)
             case CapacityChanged():
                 self.state.capacity = event.capacity
+                self.state.is_backend_up = True
                 self.state.pages.total = event.capacity.num_pages
                 return []
             case PolicyChanged():
@@ -308,6 +309,7 @@ class Scheduler:
 
     def _backend_lost(self, *, now: float) -> list[Decision]:
         self.state.in_flight = None
+        self.state.is_backend_up = False
         for record in list(self.state.holding.values()):
             self.state.holding.pop(record.request_id)
             if record.is_cancelled:

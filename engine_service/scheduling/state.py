@@ -55,6 +55,7 @@ class State:
 
     policy: Policy
     capacity: Capacity | None = None
+    is_backend_up: bool = False  #: False from `BackendLost` to the next `CapacityChanged`
     residents: dict[ResidentId, Resident] = field(default_factory=dict)
     records: dict[RequestId, Record] = field(default_factory=dict)
     holding: dict[RequestId, Record] = field(default_factory=dict)

@@ -1,0 +1,800 @@
+"""The engine: one thread that plans, carries out, steps the backend and observes; asyncio around it.
+
+Decides nothing: every choice comes out of `Scheduler.handle`. The scheduler is guarded by one lock, so
+that an arrival can be noted, and a prefill under way aborted, while the thread is inside the backend. All
+calls of the backend come from the thread, except `abort`.
+
+    event loop                         engine thread
+    submit -> Arrived  ---(lock)--->   orders queue: Admit, Preempt, ..., Compose
+    cancel -> Cancelled                 carry out -> step -> IterationDone ---(lock)---> more orders
+    Session.push  <---call_soon_threadsafe---  deltas of the iteration, in one batch
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import assert_never
+from zoneinfo import ZoneInfo
+
+from engine_service.backends.base import (
+    Backend,
+    BackendError,
+    ChunkOrder,
+    GenerationOrder,
+    InvalidConstraint,
+    ModelInfo,
+    SequenceOutcome,
+    StepOutcome,
+    Tokenizer,
+)
+from engine_service.engine.eventlog import EventLog
+from engine_service.engine.metrics import Observer, Snapshot, Timers
+from engine_service.engine.sessions import Accepted, Delta, Finished, Order, Session, SessionEvent, Timings
+from engine_service.errors import (
+    EngineError,
+    EngineStopping,
+    GenerationFailed,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    QuotaExhausted,
+    TooManyRequests,
+    UnknownResident,
+)
+from engine_service.scheduling.decisions import (
+    AbortIteration,
+    Admit,
+    Cancel,
+    Compose,
+    Decision,
+    Grow,
+    Pause,
+    Preempt,
+    Reject,
+    Resume,
+)
+from engine_service.scheduling.events import (
+    Arrived,
+    BackendLost,
+    Cancelled,
+    CapacityChanged,
+    DayStarted,
+    Event,
+    IterationDone,
+    PolicyChanged,
+    PrefixDropped,
+    ResidentsChanged,
+    SequenceResult,
+    Ticked,
+)
+from engine_service.scheduling.model import (
+    GUEST,
+    HOUSE,
+    Capacity,
+    Policy,
+    RejectReason,
+    Request,
+    RequestId,
+    Resident,
+    ResidentId,
+    WorkloadClass,
+    pages_for,
+)
+from engine_service.scheduling.scheduler import Scheduler
+
+_LOGGER = logging.getLogger(__name__)
+_ABORT_AGAIN_S = 0.005
+_READY_WITHIN_S = 60.0
+_TICK_S = 1.0
+_FIXED_NAMES = {GUEST: "Guest", HOUSE: "House"}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Live:
+    """A request the engine answers for. Times are monotonic seconds, written by the engine thread."""
+
+    session: Session
+    order: GenerationOrder
+    request: Request
+    timers: tuple[Timers, Timers]
+    arrived_at: float
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    was_preempted: bool = False
+    is_on_backend: bool = False
+    cached_tokens: int | None = None  #: found at the last admission, not yet told to the core
+    prefill_tokens: int = 0
+    total_cached: int = 0
+    decode_tokens: int = 0
+    recomputed_tokens: int = 0
+    high_water: int = 0
+    stored: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Pinned:
+    """A prefix kept for everybody."""
+
+    request_id: RequestId
+    prompt_ids: tuple[int, ...]
+    used_at: float
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What the thread hands to the event loop after an iteration."""
+
+    events: list[tuple[Session, SessionEvent | EngineError]] = field(default_factory=list)
+
+
+class Engine:
+    """Serves a household with one backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        policy: Policy | None = None,
+        residents: Iterable[Resident] = (),
+        names: Mapping[ResidentId, str] | None = None,
+        scheduler: Scheduler | None = None,
+        rebuild: Callable[[], Backend] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        zone: ZoneInfo | None = None,
+        event_log: Path | None = None,
+        window_s: float = 300.0,
+        policy_name: str = "fairhearth",
+    ) -> None:
+        """Take over a loaded backend; nothing runs before `start`.
+
+        rebuild makes a new backend after the old one was lost; without it the engine stops serving.
+        """
+        self._backend = backend
+        self._policy = policy or Policy()
+        self._scheduler = scheduler or Scheduler(self._policy)
+        self._rebuild = rebuild
+        self._clock = clock
+        self._zone = zone
+        self._event_log = EventLog(event_log) if event_log else None
+        self._observer = Observer(window_s, clock())
+        self.policy_name = policy_name
+        self._names: dict[ResidentId, str] = {**_FIXED_NAMES, **(names or {})}
+        self._initial_residents = tuple(residents)
+        self._wakeup = threading.Condition(threading.Lock())
+        self._orders: deque[Decision] = deque()
+        self._live: dict[RequestId, _Live] = {}
+        self._pinned: dict[RequestId, _Pinned] = {}
+        self._ids = itertools.count(1)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        self._is_stopped = False
+        self._failure: str | None = None
+        self._is_stepping = False
+        self._abort_before_step = False
+        self._last_iteration_at = clock()
+        self._version = 0
+        self._changed = asyncio.Event()
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Start the thread; tells the core what there is."""
+        self._loop = asyncio.get_running_loop()
+        with self._wakeup:
+            self._tell(PolicyChanged(policy=self._scheduler.state.policy))
+            self._tell(ResidentsChanged(residents=self._initial_residents))
+            self._tell(CapacityChanged(capacity=self._backend.capacity))
+        self._thread = threading.Thread(target=self._run, name="fairhearth-engine", daemon=True)
+        self._thread.start()
+        for coroutine in (self._keep_days(), self._keep_ticking()):
+            task = self._loop.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def stop(self, *, drain_s: float = 5.0) -> None:
+        """Refuse new work, let running work end for up to drain_s seconds, cancel the rest, close."""
+        self._is_stopping = True
+        deadline = self._clock() + drain_s
+        while self._live and (left_s := deadline - self._clock()) > 0:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+        for live in list(self._live.values()):
+            live.session.push(EngineStopping("the engine is shutting down"))
+            self._cancel(live.request.request_id)
+        for task in list(self._tasks):
+            task.cancel()
+        with self._wakeup:
+            self._is_stopped = True
+            self._wakeup.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 30.0)
+        if self._event_log is not None:
+            self._event_log.close()
+        self._backend.close()
+
+    # ---- what the server asks
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model that is loaded."""
+        return self._backend.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer (any thread)."""
+        return self._backend.tokenizer
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the backend offers."""
+        return self._backend.capacity
+
+    @property
+    def residents(self) -> Mapping[ResidentId, Resident]:
+        """Everybody who may order, guest and house included."""
+        return self._scheduler.residents
+
+    @property
+    def names(self) -> Mapping[ResidentId, str]:
+        """The names people read."""
+        return self._names
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether new work would be served: alive, and iterations complete while work exists."""
+        if self._is_stopping or self._failure is not None or self._thread is None:
+            return False
+        is_busy = bool(self._live)
+        return not is_busy or self._clock() - self._last_iteration_at < _READY_WITHIN_S
+
+    def snapshot(self) -> Snapshot:
+        """Return what is going on right now."""
+        with self._wakeup:
+            return self._observer.snapshot(
+                self._scheduler, self._names, version=self._version, now=self._clock()
+            )
+
+    async def changed(self, *, after: int) -> int:
+        """Wait until something happened since version `after`; return the version."""
+        while self._version <= after:
+            self._changed.clear()
+            await self._changed.wait()
+        return self._version
+
+    async def set_residents(
+        self, residents: Iterable[Resident], names: Mapping[ResidentId, str] | None = None
+    ) -> None:
+        """Replace the residents (guest and house stay); who is missing drains."""
+        self._names = {**_FIXED_NAMES, **(names if names is not None else self._names)}
+        with self._wakeup:
+            self._tell(ResidentsChanged(residents=tuple(residents)))
+            self._wakeup.notify()
+        self._bump()
+
+    async def set_policy(self, policy: Policy) -> None:
+        """Replace the policy while running."""
+        with self._wakeup:
+            self._tell(PolicyChanged(policy=policy))
+            self._wakeup.notify()
+
+    async def submit(self, order: Order) -> Session:
+        """Take an order; its session starts with Accepted. Raises EngineError where it is refused."""
+        if self._is_stopping:
+            raise EngineStopping("the engine is shutting down", retry_after_s=10)
+        if self._failure is not None:
+            raise EngineStopping(f"the engine stopped serving: {self._failure}", retry_after_s=30)
+        generation, request = self._prepare(order)
+        session = Session(request.request_id, cancel=self._cancel)
+        now = self._clock()
+        live = _Live(
+            session=session,
+            order=generation,
+            request=request,
+            timers=self._observer.timers(request.resident_id, request.class_id),
+            arrived_at=now,
+        )
+        with self._wakeup:
+            self._live[request.request_id] = live
+            num_ahead = self._scheduler.state.total_waiting
+            refused = next((d for d in self._tell(Arrived(request=request)) if isinstance(d, Reject)), None)
+            if refused is not None:
+                del self._live[request.request_id]
+                raise self._refusal(refused, request)
+            self._wakeup.notify()
+        session.push(Accepted(request_id=request.request_id, num_ahead=num_ahead))
+        self._bump()
+        return session
+
+    async def pin_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
+        """Compute and keep a prompt's beginning; return (its tokens, tokens computed for it now)."""
+        probe = (*prompt_ids, -1)
+        if self._backend.shared_prefix_tokens(probe) >= len(prompt_ids):
+            for pinned in self._pinned.values():
+                if pinned.prompt_ids[: len(prompt_ids)] == prompt_ids:
+                    pinned.used_at = self._clock()
+            return len(prompt_ids), 0
+        self._make_room_for_prefix(len(prompt_ids))
+        session = await self.submit(
+            Order(
+                resident_id=HOUSE,
+                class_id=WorkloadClass.CHAT,
+                prompt_ids=prompt_ids,
+                max_tokens=0,
+                keep_prefix=True,
+            )
+        )
+        async for event in session.events():
+            if isinstance(event, Finished):
+                self._pinned[session.request_id] = _Pinned(session.request_id, prompt_ids, self._clock())
+                return len(prompt_ids), event.timings.prefill_tokens
+        raise GenerationFailed("the prompt's beginning could not be computed")
+
+    # ---- submitting
+
+    def _prepare(self, order: Order) -> tuple[GenerationOrder, Request]:
+        request_id = RequestId(f"r{next(self._ids):06d}")
+        length = len(order.prompt_ids)
+        if not length:
+            raise InvalidRequest("the prompt is empty", param="messages")
+        context = self._context_for(order.class_id)
+        room = context - length
+        if room < (0 if order.keep_prefix else 1):
+            raise PromptTooLong(
+                f"the prompt has {length} tokens; with room for an answer at most {context - 1} fit",
+                param="messages",
+            )
+        max_tokens = room if order.max_tokens is None else min(order.max_tokens, room)
+        most_output = self._scheduler.state.policy.classes[order.class_id].max_output_tokens
+        if most_output is not None:
+            max_tokens = min(max_tokens, most_output)
+        generation = GenerationOrder(
+            request_id=request_id,
+            prompt_ids=order.prompt_ids,
+            max_tokens=max_tokens,
+            sampling=order.sampling,
+            stop=order.stop,
+            constraint=order.constraint,
+            keep_prefix=order.keep_prefix,
+            ignore_eos=order.ignore_eos,
+        )
+        try:
+            self._backend.validate(generation)
+        except InvalidConstraint as err:
+            raise InvalidRequest(str(err), param="response_format") from err
+        # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.
+        shared = 0 if order.keep_prefix else self._backend.shared_prefix_tokens(order.prompt_ids)
+        request = Request(
+            request_id=request_id,
+            resident_id=order.resident_id,
+            class_id=order.class_id,
+            prompt_tokens=length,
+            max_tokens=max_tokens,
+            shared_prefix_tokens=shared,
+            program_id=order.program_id,
+            keep_prefix=order.keep_prefix,
+            paid_by_system=order.keep_prefix,
+        )
+        return generation, request
+
+    def _context_for(self, class_id: WorkloadClass) -> int:
+        """Return the most tokens a request of the class may have, prompt and output together."""
+        capacity = self._backend.capacity
+        cap = self._scheduler.state.policy.classes[class_id].max_context_tokens
+        return min(capacity.max_context_tokens, cap or capacity.max_context_tokens)
+
+    def _refusal(self, refused: Reject, request: Request) -> EngineError:
+        limit, retry = refused.limit, refused.retry_after_s
+        match refused.reason:
+            case RejectReason.UNKNOWN_RESIDENT:
+                known = ", ".join(sorted(self.residents))
+                return UnknownResident(
+                    f"there is no resident '{request.resident_id}' on this engine; known are: {known}",
+                    param="fairhearth.resident",
+                )
+            case RejectReason.PROMPT_TOO_LONG | RejectReason.NEVER_FITS:
+                return PromptTooLong(
+                    f"the prompt has {request.prompt_tokens} tokens and asks for up to {request.max_tokens} "
+                    f"more; with that many, a prompt of at most {limit} fits",
+                    param="messages",
+                )
+            case RejectReason.OUTPUT_TOO_LONG:
+                return InvalidRequest(
+                    f"max_tokens is {request.max_tokens}; {request.class_id.value} requests may have at "
+                    f"most {limit}",
+                    param="max_tokens",
+                )
+            case RejectReason.QUOTA_EXHAUSTED:
+                return QuotaExhausted(
+                    f"the tokens of '{request.resident_id}' for today are used up", retry_after_s=retry
+                )
+            case RejectReason.TOO_MANY_REQUESTS:
+                return TooManyRequests(
+                    f"'{request.resident_id}' already has {limit} requests waiting", retry_after_s=retry
+                )
+            case RejectReason.QUEUE_FULL:
+                return QueueFull(f"the engine already has {limit} requests waiting", retry_after_s=retry)
+            case RejectReason.DUPLICATE_REQUEST:
+                return InvalidRequest(f"request {request.request_id} exists already")
+            case _:
+                assert_never(refused.reason)
+
+    def _cancel(self, request_id: RequestId) -> None:
+        """Note that the caller went away (any thread)."""
+        with self._wakeup:
+            self._tell(Cancelled(request_id=request_id))
+            self._live.pop(request_id, None)
+            self._wakeup.notify()
+
+    def _make_room_for_prefix(self, num_tokens: int) -> None:
+        """Drop the least recently used prefixes until a new one fits its allowance."""
+        with self._wakeup:
+            state = self._scheduler.state
+            page_tokens = state.known_capacity.page_tokens
+            need = pages_for(num_tokens, page_tokens)
+            is_shared = any(record.shared for record in state.holding.values())
+            for pinned in sorted(self._pinned.values(), key=lambda p: p.used_at):
+                # Cells that a running request shares stay in use after the drop: wait for a quieter time.
+                if is_shared or state.pages.num_pinned + need <= state.prefix_allowance():
+                    break
+                del self._pinned[pinned.request_id]
+                self._orders.append(Cancel(request_id=pinned.request_id))
+                self._tell(PrefixDropped(request_id=pinned.request_id))
+
+    # ---- telling the core (lock held)
+
+    def _tell(self, event: Event) -> list[Decision]:
+        now = self._clock()
+        decisions = self._scheduler.handle(event, now=now)
+        if self._event_log is not None:
+            self._event_log.write(event, decisions, now=now)
+        for decision in decisions:
+            if isinstance(decision, AbortIteration):
+                self._abort_iteration()
+            elif not isinstance(decision, Reject):
+                self._orders.append(decision)
+        return decisions
+
+    def _abort_iteration(self) -> None:
+        """Stop the prefill under way, also if the thread is just about to start it."""
+        self._abort_before_step = True
+        if self._is_stepping:
+            self._backend.abort()
+            if self._loop is not None and not self._loop.is_closed():
+                iteration = self._scheduler.state.num_iterations
+                self._loop.call_soon_threadsafe(
+                    self._loop.call_later, _ABORT_AGAIN_S, self._abort_again, iteration
+                )
+
+    def _abort_again(self, iteration: int) -> None:
+        # The first call may have come just before the backend began its step.
+        if self._is_stepping and self._scheduler.state.num_iterations == iteration:
+            self._backend.abort()
+
+    # ---- the engine thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wakeup:
+                while not self._orders and not self._is_stopped:
+                    self._wakeup.wait()
+                if self._is_stopped:
+                    return
+                orders = list(self._orders)
+                self._orders.clear()
+            try:
+                self._carry_out_all(orders)
+            except BackendError as err:
+                self._backend_lost(err)
+            except Exception as err:
+                # Nothing in here may end the thread silently: whoever waits must be told.
+                _LOGGER.exception("The engine thread failed")
+                self._backend_lost(BackendError(f"{type(err).__name__}: {err}"))
+
+    def _carry_out_all(self, orders: Sequence[Decision]) -> None:
+        failed: dict[RequestId, Exception] = {}
+        for order in orders:
+            match order:
+                case Compose():
+                    self._iterate(order, failed)
+                case Admit() | Grow() | Preempt():
+                    if order.request_id in failed:
+                        continue
+                    try:
+                        self._carry_out(order)
+                    except BackendError:
+                        raise
+                    except Exception as err:  # the backend refused this one request
+                        _LOGGER.exception("Request %s failed", order.request_id)
+                        failed[order.request_id] = err
+                case Cancel():
+                    self._backend.release(order.request_id)
+                    self._backend.drop_prefix(order.request_id)
+                case Pause() | Resume() | Reject() | AbortIteration():
+                    continue
+                case _:
+                    assert_never(order)
+
+    def _carry_out(self, order: Admit | Grow | Preempt) -> None:
+        live = self._live.get(order.request_id)
+        match order:
+            case Admit():
+                if live is None:
+                    return  # cancelled meanwhile; the core hears of it and sends Cancel
+                self._admit(live, order.reserved_tokens)
+            case Grow():
+                if live is not None and live.is_on_backend:
+                    self._backend.grow(order.request_id, reserved_tokens=order.reserved_tokens)
+            case Preempt():
+                if live is not None and live.is_on_backend:
+                    self._backend.preempt(order.request_id, order.mode)
+                    live.was_preempted = True
+                    live.is_on_backend = False
+                    live.preemptions += 1
+
+    def _admit(self, live: _Live, reserved_tokens: int) -> None:
+        request_id = live.request.request_id
+        if live.was_preempted:
+            live.cached_tokens = self._backend.resume(request_id, reserved_tokens=reserved_tokens)
+        else:
+            live.cached_tokens = self._backend.admit(live.order, reserved_tokens=reserved_tokens)
+        live.is_on_backend = True
+        live.stored = live.cached_tokens
+        now = self._clock()
+        if live.admitted_at is None:
+            live.admitted_at = now
+            live.total_cached = live.cached_tokens
+            live.high_water = live.cached_tokens
+            if not live.request.paid_by_system:
+                for timers in live.timers:
+                    timers.queue.add(now - live.arrived_at, now=now)
+                self._observer.waited(live.request.resident_id, now - live.arrived_at, now=now)
+
+    def _iterate(self, composed: Compose, failed: dict[RequestId, Exception]) -> None:
+        with self._wakeup:
+            is_aborted = self._abort_before_step
+            self._abort_before_step = False
+            self._is_stepping = not is_aborted
+        decode_ids = [r for r in composed.decode_ids if self._runs(r, failed)]
+        chunks = [
+            ChunkOrder(request_id=c.request_id, num_tokens=c.num_tokens)
+            for c in composed.prefills
+            if self._runs(c.request_id, failed)
+        ]
+        try:
+            if is_aborted or not (decode_ids or chunks):
+                outcome = StepOutcome(outcomes=(), seconds=0.0, aborted=True)
+            else:
+                outcome = self._step(decode_ids, chunks)
+        finally:
+            with self._wakeup:
+                self._is_stepping = False
+                self._abort_before_step = False
+        faults = tuple(SequenceOutcome(request_id=r, error=err) for r, err in failed.items())
+        self._observe(outcome, faults)
+
+    def _runs(self, request_id: RequestId, failed: Mapping[RequestId, Exception]) -> bool:
+        live = self._live.get(request_id)
+        return live is not None and live.is_on_backend and request_id not in failed
+
+    def _step(self, decode_ids: list[RequestId], chunks: list[ChunkOrder]) -> StepOutcome:
+        try:
+            return self._backend.step(decode_ids, chunks)
+        except BackendError:
+            raise
+        except Exception:
+            _LOGGER.exception("An iteration failed; running its requests one by one")
+            return self._step_one_by_one(decode_ids, chunks)
+
+    def _step_one_by_one(self, decode_ids: list[RequestId], chunks: list[ChunkOrder]) -> StepOutcome:
+        """Find the guilty: whoever fails alone fails; the others lose nothing."""
+        outcomes: list[SequenceOutcome] = []
+        seconds = 0.0
+        singles: list[tuple[RequestId, list[RequestId], list[ChunkOrder]]] = [
+            (r, [r], []) for r in decode_ids
+        ]
+        singles += [(chunk.request_id, [], [chunk]) for chunk in chunks]
+        for request_id, decodes, prefills in singles:
+            try:
+                outcome = self._backend.step(decodes, prefills)
+            except BackendError:
+                raise
+            except Exception as err:
+                self._backend.release(request_id)
+                outcomes.append(SequenceOutcome(request_id=request_id, error=err))
+            else:
+                outcomes.extend(outcome.outcomes)
+                seconds += outcome.seconds
+        # Alone they took another time than together: the cost model must not learn from it.
+        return StepOutcome(outcomes=tuple(outcomes), seconds=seconds, aborted=True)
+
+    def _observe(self, outcome: StepOutcome, faults: tuple[SequenceOutcome, ...]) -> None:
+        now = self._clock()
+        batch = _Batch()
+        results = []
+        for one in (*outcome.outcomes, *faults):
+            live = self._live.get(one.request_id)
+            if live is None:
+                # Cancelled during the iteration: what was computed is charged all the same.
+                results.append(
+                    SequenceResult(
+                        request_id=one.request_id,
+                        prefill_tokens=one.prefill_tokens,
+                        decode_tokens=len(one.token_ids),
+                        finished=one.finish_reason is not None,
+                        failed=one.error is not None,
+                    )
+                )
+                continue
+            results.append(self._observe_one(live, one, batch, now=now))
+        with self._wakeup:
+            self._tell(
+                IterationDone(results=tuple(results), seconds=outcome.seconds, aborted=outcome.aborted)
+            )
+            self._observer.iteration_done(self._scheduler, now=now)
+            self._last_iteration_at = now
+        self._hand_over(batch)
+
+    def _observe_one(self, live: _Live, one: SequenceOutcome, batch: _Batch, *, now: float) -> SequenceResult:
+        cached, live.cached_tokens = live.cached_tokens, None
+        start, live.stored = live.stored, live.stored + one.prefill_tokens
+        fresh = max(0, min(live.stored, live.request.prompt_tokens) - max(start, live.high_water))
+        live.prefill_tokens += fresh
+        live.recomputed_tokens += one.prefill_tokens - fresh
+        if one.token_ids:
+            self._observe_tokens(live, len(one.token_ids), now=now)
+        live.high_water = max(live.high_water, live.stored)
+        if one.text or one.logprobs or one.token_ids:
+            delta = Delta(text=one.text, token_ids=one.token_ids, logprobs=one.logprobs)
+            batch.events.append((live.session, delta))
+        if one.error is not None:
+            self._end(live)
+            batch.events.append((live.session, self._fault(one.error)))
+        elif one.finish_reason is not None:
+            self._end(live)
+            if not live.request.paid_by_system:
+                for timers in live.timers:
+                    timers.completion.add(now - live.arrived_at, now=now)
+            batch.events.append(
+                (live.session, Finished(reason=one.finish_reason, timings=self._timings(live, now)))
+            )
+        return SequenceResult(
+            request_id=one.request_id,
+            prefill_tokens=one.prefill_tokens,
+            cached_tokens=cached or 0,
+            decode_tokens=len(one.token_ids),
+            finished=one.finish_reason is not None,
+            failed=one.error is not None,
+        )
+
+    def _observe_tokens(self, live: _Live, count: int, *, now: float) -> None:
+        live.decode_tokens += count
+        live.stored = live.request.prompt_tokens + live.decode_tokens - 1
+        if live.first_token_at is None:
+            live.first_token_at = now
+            for timers in live.timers:
+                timers.first_token.add(now - live.arrived_at, now=now)
+        elif live.last_token_at is not None:
+            for timers in live.timers:
+                timers.inter_token.add((now - live.last_token_at) / count, now=now)
+        live.last_token_at = now
+
+    def _end(self, live: _Live) -> None:
+        with self._wakeup:
+            self._live.pop(live.request.request_id, None)
+
+    @staticmethod
+    def _fault(error: Exception) -> EngineError:
+        if isinstance(error, EngineError):
+            return error
+        return GenerationFailed(f"this request failed inside the engine: {error}")
+
+    @staticmethod
+    def _timings(live: _Live, now: float) -> Timings:
+        first = None if live.first_token_at is None else live.first_token_at - live.arrived_at
+        return Timings(
+            queue_s=(live.admitted_at or now) - live.arrived_at,
+            time_to_first_token_s=first,
+            completion_s=now - live.arrived_at,
+            prefill_tokens=live.prefill_tokens,
+            cached_tokens=live.total_cached,
+            decode_tokens=live.decode_tokens,
+            recomputed_tokens=live.recomputed_tokens,
+            preemptions=live.preemptions,
+        )
+
+    def _backend_lost(self, err: BackendError) -> None:
+        """Rebuild the backend; requests that had shown nothing start again, the others are told."""
+        _LOGGER.error("The backend was lost: %s", err)
+        batch = _Batch()
+        with self._wakeup:
+            self._orders.clear()
+            for live in list(self._live.values()):
+                if live.decode_tokens or self._rebuild is None:
+                    self._live.pop(live.request.request_id)
+                    self._tell(Cancelled(request_id=live.request.request_id))
+                    fault = GenerationFailed("the engine lost this answer half-way; please ask again")
+                    batch.events.append((live.session, fault))
+                else:
+                    live.is_on_backend = live.was_preempted = False
+                    live.cached_tokens, live.stored = None, 0
+        self._hand_over(batch)
+        if self._rebuild is None:
+            self._failure = str(err)
+            return
+        try:
+            backend = self._rebuild()
+        except Exception as failure:
+            _LOGGER.exception("The backend could not be rebuilt")
+            self._failure = f"the model could not be loaded again ({failure})"
+            with self._wakeup:
+                waiting = list(self._live.values())
+                self._live.clear()
+            lost = _Batch([(live.session, EngineStopping(self._failure)) for live in waiting])
+            self._hand_over(lost)
+            return
+        with self._wakeup:
+            self._backend = backend
+            self._pinned.clear()
+            self._orders.clear()
+            self._tell(BackendLost())
+            self._tell(CapacityChanged(capacity=backend.capacity))
+
+    # ---- back in the event loop
+
+    def _hand_over(self, batch: _Batch) -> None:
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return
+        try:
+            loop.call_soon_threadsafe(self._deliver, batch)
+        except RuntimeError:
+            _LOGGER.debug("The event loop closed before the last results were delivered")
+
+    def _deliver(self, batch: _Batch) -> None:
+        for session, event in batch.events:
+            session.push(event)
+        self._bump()
+
+    def _bump(self) -> None:
+        self._version += 1
+        self._changed.set()
+
+    async def _keep_ticking(self) -> None:
+        """Let windows roll and the due tier fill while requests wait and nothing else happens."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            with self._wakeup:
+                state = self._scheduler.state
+                if state.in_flight is None and state.total_waiting:
+                    self._tell(Ticked())
+                    self._wakeup.notify()
+
+    async def _keep_days(self) -> None:
+        """Tell the core when a local day begins; days of 23 and 25 hours come from the zone."""
+        while True:
+            local = datetime.now(self._zone).astimezone(self._zone)
+            tomorrow = (local.replace(tzinfo=None) + timedelta(days=1)).replace(
+                hour=0, minute=0, second=0, microsecond=0
+            )
+            midnight = tomorrow.replace(tzinfo=self._zone) if self._zone else tomorrow.astimezone()
+            left_s = max(1.0, midnight.timestamp() - local.timestamp())
+            with self._wakeup:
+                self._tell(DayStarted(day=local.date().isoformat(), ends_at=self._clock() + left_s))
+                self._wakeup.notify()
+            # Woken at least hourly, so that a wall clock set right is noticed.
+            await asyncio.sleep(min(left_s, 3600.0))
