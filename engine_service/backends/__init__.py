@@ -1,0 +1,1 @@
+"""What computes: one module or package per kind of device, each behind `base.Backend`."""

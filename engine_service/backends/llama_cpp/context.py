@@ -1,0 +1,168 @@
+"""One llama_context: composing the rows of an iteration, running it, stopping it, cutting and sharing cells.
+
+Decides nothing about who runs. Must be used from one thread, except `abort`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_service.backends.base import ModelError
+from engine_service.backends.llama_cpp.binding import Batch
+from engine_service.backends.llama_cpp.cells import CellAccounts
+from engine_service.backends.llama_cpp.model import Model
+
+_INT32_BYTES: Final = 4
+
+
+class Context:
+    """The unified cache of one model and the batch that is composed for it."""
+
+    def __init__(
+        self, model: Model, *, num_cells: int, num_sequences: int, micro_batch: int, threads: int
+    ) -> None:
+        """Allocate the cache; raise ModelError if llama.cpp refuses (for lack of memory, as a rule)."""
+        library = model.library
+        with library.fresh_log():
+            handle = library.open_context(
+                model.handle,
+                num_cells=num_cells,
+                num_sequences=num_sequences,
+                micro_batch=micro_batch,
+                threads=threads,
+            )
+            if not handle:
+                raise ModelError(f"{model.path}: no cache of {num_cells} tokens: {library.recent_log()}")
+        self._library, self._handle, self._vocab_size = library, handle, model.vocab_size
+        self._memory = library.memory(handle)
+        self.num_cells = library.num_cells(handle)
+        self.cells = CellAccounts()
+        self._allocate_batch()
+        self._abort_flag = ctypes.create_string_buffer(2)
+        self._abort_lock = threading.Lock()
+        self._is_running = False
+        library.set_abort_flag(handle, ctypes.addressof(self._abort_flag))
+
+    def _allocate_batch(self) -> None:
+        """Own the batch's memory as numpy arrays; llama.cpp reads it in place."""
+        size = self.num_cells
+        self._tokens = np.zeros(size, dtype=np.int32)
+        self._positions = np.zeros(size, dtype=np.int32)
+        self._counts = np.ones(size, dtype=np.int32)
+        self._ids = np.zeros(size, dtype=np.int32)
+        self._outputs = np.zeros(size, dtype=np.int8)
+        offsets = np.arange(size, dtype=np.uint64) * np.uint64(_INT32_BYTES)
+        self._id_pointers = offsets + np.uint64(self._ids.ctypes.data)
+        self._ramp = np.arange(size, dtype=np.int32)
+        self._batch = Batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data,
+            embd=None,
+            pos=self._positions.ctypes.data,
+            n_seq_id=self._counts.ctypes.data,
+            seq_id=self._id_pointers.ctypes.data,
+            logits=self._outputs.ctypes.data,
+        )
+        self._num_rows = self._num_outputs = 0
+
+    # -- an iteration ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start composing an empty batch."""
+        self._num_rows = self._num_outputs = 0
+
+    def add_token(self, sequence_id: int, token_id: int, position: int) -> int:
+        """Add one token whose logits are wanted; return its row of logits."""
+        row = self._num_rows
+        self._tokens[row] = token_id
+        self._positions[row] = position
+        self._ids[row] = sequence_id
+        self._outputs[row] = 1
+        self._num_rows = row + 1
+        self._num_outputs += 1
+        return self._num_outputs - 1
+
+    def add_chunk(
+        self, sequence_id: int, tokens: NDArray[np.int32], position: int, *, wants_logits: bool
+    ) -> int:
+        """Add consecutive tokens from position on; return the last one's row of logits, -1 if not wanted."""
+        start, end = self._num_rows, self._num_rows + len(tokens)
+        self._tokens[start:end] = tokens
+        self._positions[start:end] = self._ramp[: len(tokens)]
+        self._positions[start:end] += position
+        self._ids[start:end] = sequence_id
+        self._outputs[start:end] = 0
+        self._num_rows = end
+        if not wants_logits:
+            return -1
+        self._outputs[end - 1] = 1
+        self._num_outputs += 1
+        return self._num_outputs - 1
+
+    def run(self) -> int:
+        """Compute the batch; return 0, `NO_ROOM`, `ABORTED` or a negative error of llama.cpp."""
+        self._batch.n_tokens = self._num_rows
+        with self._abort_lock:
+            self._abort_flag[0] = b"\0"
+            self._is_running = True
+        try:
+            code = self._library.decode(self._handle, self._batch)
+            self._library.synchronize(self._handle)
+        finally:
+            with self._abort_lock:
+                self._is_running = False
+        return code
+
+    def abort(self) -> None:
+        """Stop the `run` under way within milliseconds (any thread); nothing happens if none is."""
+        with self._abort_lock:
+            if self._is_running:
+                self._abort_flag[0] = b"\1"
+
+    def logits(self) -> NDArray[np.float32] | None:
+        """Return the wanted rows, float32 [rows, vocabulary], valid until the next `run`; None if lost."""
+        if not self._num_outputs:
+            return None
+        address = self._library.logits_address(self._handle)
+        if not address:
+            return None
+        kind = ctypes.c_float * (self._num_outputs * self._vocab_size)
+        flat: NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(address))
+        return flat.reshape(self._num_outputs, self._vocab_size)
+
+    def stored(self, sequence_id: int) -> int:
+        """Return how many tokens llama.cpp itself says the sequence stores."""
+        return self._library.last_position(self._memory, sequence_id) + 1
+
+    # -- cells -----------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Cells that hold nothing."""
+        return self.num_cells - self.cells.num_used
+
+    def cut(self, sequence_id: int, length: int) -> None:
+        """Forget the sequence's tokens from position length on; 0 forgets all."""
+        if not self._library.remove(self._memory, sequence_id, length):
+            raise AssertionError(f"the cache of sequence {sequence_id} cannot be cut at {length}")
+        self.cells.cut(sequence_id, length)
+
+    def share(self, source_id: int, target_id: int, start: int, end: int) -> None:
+        """Let the target hold the source's cells [start, end) too, without computing or copying."""
+        self._library.copy(self._memory, source_id, target_id, start, end)
+        self.cells.share(source_id, target_id, start, end)
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with that many threads from now on."""
+        self._library.set_threads(self._handle, threads)
+
+    def close(self) -> None:
+        """Free the cache."""
+        if self._handle:
+            self._library.free_context(self._handle)
+            self._handle = 0

@@ -1,0 +1,120 @@
+"""A loaded GGUF model: its vocabulary, tokenizer and metadata.
+
+Decides nothing about generation. Everything here may be used from any thread once the model is loaded: the
+vocabulary never changes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from engine_service.backends.base import ModelError
+from engine_service.backends.llama_cpp.binding import Library
+
+_MAGIC: Final = b"GGUF"
+_FILE_SUFFIX: Final = re.compile(r"[.-](I?Q\d\w*|B?F16|F32|MXFP4)(-[0-9a-f]{12})?$", re.IGNORECASE)
+
+
+class Model:
+    """One GGUF file, opened."""
+
+    def __init__(self, library: Library, path: Path) -> None:
+        """Open the file; raise ModelError that says what is wrong with it."""
+        check_is_gguf(path)
+        self.library = library
+        self.path = path
+        with library.fresh_log():
+            handle = library.load_model(os.fsencode(path))
+            if not handle:
+                raise ModelError(_refusal(path, library.recent_log()))
+        self.handle: int = handle
+        if not library.is_plain_decoder(handle):
+            architecture = library.metadata(handle, "general.architecture")
+            library.free_model(handle)
+            raise ModelError(
+                f"{path}: models of the architecture {architecture!r} keep a state that cannot be cut at a "
+                "token, or do not generate text; use a plain decoder model such as Llama, Qwen2 or SmolLM2"
+            )
+        self.vocab = library.vocabulary(handle)
+        self.vocab_size = library.vocabulary_size(self.vocab)
+        self.end_ids = frozenset(i for i in range(self.vocab_size) if library.is_end(self.vocab, i))
+        self.eos_id = library.end_of_text(self.vocab)
+        self._bytes: list[bytes | None] = [None] * self.vocab_size
+
+    @property
+    def name(self) -> str:
+        """The name the API lists: the file's, without the quantisation."""
+        return _FILE_SUFFIX.sub("", self.path.stem)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what the token shows; empty for control tokens."""
+        known = self._bytes[token_id]
+        if known is None:
+            known = self.library.piece(self.vocab, token_id, show_special=False)
+            self._bytes[token_id] = known
+        return known
+
+    def special_text(self, token_id: int) -> str:
+        """Return a token's text, control tokens included; empty for id -1."""
+        if token_id < 0:
+            return ""
+        return self.library.piece(self.vocab, token_id, show_special=True).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Free the model; no context may use it any more."""
+        if self.handle:
+            self.library.free_model(self.handle)
+            self.handle = 0
+
+
+class ModelTokenizer:
+    """The model's tokenizer, as `base.Tokenizer`."""
+
+    def __init__(self, model: Model) -> None:
+        """Use the vocabulary of a loaded model."""
+        self._model = model
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Return token ids; lone surrogates are encoded as U+FFFD."""
+        return self._model.library.tokenize(self._model.vocab, utf8(text), parse_special=parse_special)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text without control tokens; raise ValueError for ids that do not exist."""
+        size = self._model.vocab_size
+        if any(not 0 <= token_id < size for token_id in token_ids):
+            raise ValueError(f"token ids must be in 0 to {size - 1}")
+        return b"".join(map(self._model.token_bytes, token_ids)).decode("utf-8", "replace")
+
+
+def utf8(text: str) -> bytes:
+    """Return text as UTF-8; surrogates, which JSON can smuggle in, become U+FFFD."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def check_is_gguf(path: Path) -> None:
+    """Raise ModelError unless the path is a readable file that begins like GGUF."""
+    if not path.exists():
+        raise ModelError(f"{path}: there is no such file; give the path of a GGUF model file")
+    if not path.is_file():
+        raise ModelError(f"{path}: this is not a file; give the path of a GGUF model file")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelError(f"{path}: the file cannot be read ({error.strerror})") from error
+    if magic != _MAGIC:
+        raise ModelError(f"{path}: this is not a GGUF file: it begins with {magic!r} instead of {_MAGIC!r}")
+
+
+def _refusal(path: Path, log: str) -> str:
+    reason = log or "no reason given"
+    return (
+        f"{path}: llama.cpp cannot load this file of {path.stat().st_size} bytes (is it complete?): {reason}"
+    )

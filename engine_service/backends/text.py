@@ -1,0 +1,63 @@
+"""From token bytes to text that may be shown: whole characters only, and nothing of a stop string.
+
+Decides how much of what was generated can be shown now. Knows neither tokens nor requests. Shared by every
+backend, so that streams behave alike.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+
+class TextAssembler:
+    """Turns the bytes of one output, piece by piece, into showable text.
+
+    A character whose bytes are not complete is held back; so is text that could be the beginning of a stop
+    string. Bytes that can never be UTF-8 become U+FFFD.
+    """
+
+    __slots__ = ("_decoder", "_held", "_stops", "is_stopped")
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        """Watch for the stop strings (each not empty; ValueError otherwise)."""
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.is_stopped = False  #: a stop string was found; nothing more is ever shown
+
+    def push(self, piece: bytes) -> str:
+        """Add the bytes of the next token; return the text that became showable."""
+        if self.is_stopped:
+            return ""
+        text = self._decoder.decode(piece)
+        if not self._stops:
+            return text
+        return self._cut(self._held + text)
+
+    def finish(self) -> str:
+        """Return what was held back for a stop string that never came; half a character is dropped."""
+        if self.is_stopped:
+            return ""
+        text, self._held = self._held, ""
+        return text
+
+    def _cut(self, text: str) -> str:
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            self._held = ""
+            return text[: min(found)]
+        num_held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of text that begins the stop string, the whole one excluded."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
