@@ -1,6 +1,7 @@
-"""A pytest plugin that must come before all others where Home Assistant is installed; elsewhere it does nothing.
+"""A pytest plugin that comes before all others where Home Assistant is installed; elsewhere it is idle.
 
-pytest-homeassistant-custom-component 0.13.375 was made for Home Assistant 2026.10. Two things differ in 2026.11:
+pytest-homeassistant-custom-component 0.13.375 was made for Home Assistant 2026.10.
+Two things differ in 2026.11:
 
 * Home Assistant replaces ``httpx`` by ``httpx2`` when it is imported, and must therefore come before the
   pytest plugin of respx, which imports ``httpx``.

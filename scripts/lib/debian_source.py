@@ -71,7 +71,7 @@ def stanzas(apt_directory: Path) -> Iterator[dict[str, str]]:
 
 
 def for_suite(suite: str, apt_directory: Path, os_release: Path) -> str:
-    """Return the stanza that brings ``suite`` from this system's own archive; raise LookupError if there is none."""
+    """Return the stanza that brings ``suite`` from this system's own archive, or raise LookupError."""
     release = codename(os_release)
     for stanza in stanzas(apt_directory):
         is_binary = "deb" in stanza.get("Types", "").split()
