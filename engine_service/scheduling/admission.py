@@ -44,11 +44,6 @@ class Candidate:
     urgency: int
 
 
-def is_due(record: Record, *, now: float) -> bool:
-    """Return whether the request waited longer than its class allows."""
-    return now >= record.due_at
-
-
 def someone_speaks(state: State, *, now: float) -> bool:
     """Return whether a spoken request is running or paused."""
     return any(state.urgency(record, now=now) == 0 for record in state.holding.values())
@@ -67,8 +62,8 @@ def candidates(state: State, *, now: float) -> list[Candidate]:
         key: tuple[int, int, float, float, str]
         if urgency == 0:
             tier, key = Tier.SPOKEN, (0, served, arrived_at, 0.0, request_id)
-        elif due_left and is_due(record, now=now):
-            tier, key = Tier.DUE, (1, 0, record.due_at, 0.0, request_id)
+        elif due_left and now >= (due_at := state.due_at(record, urgency=urgency)):
+            tier, key = Tier.DUE, (1, 0, due_at, 0.0, request_id)
         elif reserve_owed and urgency >= _FIRST_LOWER_URGENCY:
             tier, key = Tier.RESERVE, (2, served, arrived_at, 0.0, request_id)
         else:

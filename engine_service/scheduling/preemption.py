@@ -4,6 +4,7 @@ Rules
 * Only for a strictly more urgent request, or to reclaim what a resident borrowed beyond its page cap.
 * Only if the pages (and sequences) of the chosen victims admit the beneficiary now.
 * Least urgent first, then most served, then cheapest to compute again; no victim more than needed.
+* What the due tier or the background reserve admitted gives way to speech only, or neither would be kept.
 * A victim has made at least one page of progress since its last admission, and is left alone after
   `max_preemptions`: then it held its whole reservation from the start.
 
@@ -59,6 +60,8 @@ def _by_cheapness(state: State, candidate: Candidate, *, now: float) -> list[Rec
     found = []
     for record in state.holding.values():
         if not is_preemptible(state, record) or not has_progressed(state, record):
+            continue
+        if record.is_promised and candidate.urgency > 0:
             continue
         urgency = state.urgency(record, now=now)
         is_borrower = has_cap_room and state.is_over_cap(record.resident_id)

@@ -39,6 +39,7 @@ class Record:
     first_token_at: float | None = None
     last_served_at: float = 0.0  #: when an iteration last included it
     was_due: bool = False  #: admitted out of the due tier, whose budget pays for it
+    is_promised: bool = False  #: admitted by the due tier or the reserve: only speech may take its pages
     is_cancelled: bool = False
     is_new_on_backend: bool = False  #: admitted, and the backend has not reported on it yet
     story: list[str] = field(default_factory=list)

@@ -592,6 +592,7 @@ class Scheduler:
         record.stored = record.stored_at_admission = record.shared
         record.is_new_on_backend = True
         record.was_due = candidate.tier is Tier.DUE
+        record.is_promised = candidate.tier in (Tier.DUE, Tier.RESERVE)
         record.skips = 0
         record.last_served_at = now
         record.tell(f"admitted as {candidate.tier.name.lower()}", now=now)

@@ -35,7 +35,8 @@ from engine_service.scheduling.windows import WindowSum
 
 FlowId = tuple[WorkloadClass, ResidentId]
 OrderKey = tuple[int, int, float, RequestId]
-_CHAT_URGENCY = WorkloadClass.CHAT.urgency
+_CHAT = WorkloadClass.CHAT
+_CHAT_URGENCY = _CHAT.urgency
 _LOWEST_URGENCY = WorkloadClass.BACKGROUND.urgency
 
 
@@ -148,6 +149,19 @@ class State:
         if urgency == 0 and not self.has_voice_bucket(record.resident_id, now=now):
             return _CHAT_URGENCY
         return urgency
+
+    def due_at(self, record: Record, *, urgency: int) -> float:
+        """Return when the request becomes due.
+
+        Whoever competes as another class (bucket or quota exhausted) also waits like it: otherwise a flood
+        of voice would come back through the due tier.
+        """
+        if urgency == record.class_id.urgency:
+            return record.due_at
+        stand_in = _CHAT if urgency == _CHAT_URGENCY else WorkloadClass.BACKGROUND
+        return record.arrived_at + max(
+            self.policy.classes[stand_in].max_wait_s, self.policy.classes[record.class_id].max_wait_s
+        )
 
     def has_voice_bucket(self, resident_id: ResidentId, *, now: float) -> bool:
         """Return whether the resident may still speak ahead of the order."""

@@ -1,0 +1,193 @@
+"""Pages: what is promised, lent, taken back, and who never fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from engine_service.scheduling.decisions import Grow, Preempt
+from engine_service.scheduling.events import BackendLost, CapacityChanged, PrefixDropped
+from engine_service.scheduling.model import Capacity, Policy, Resident, ResidentId
+from tests.scheduling.household import CAPACITY, Household
+
+ALICE = Resident(resident_id=ResidentId("alice"))
+BOB = Resident(resident_id=ResidentId("bob"))
+SMALL = Capacity(num_pages=48, page_tokens=32, max_sequences=8, max_context_tokens=1024, can_abort=True)
+NO_PREFIXES = Policy(prefix_share=0.0, voice_headroom_pages=8)
+
+
+def preempted(home: Household) -> list[str]:
+    """Return ids in the order they were preempted."""
+    return [d.request_id for _, _, decisions in home.log for d in decisions if isinstance(d, Preempt)]
+
+
+def test_voice_finds_its_headroom_although_memory_is_full() -> None:
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(ALICE, BOB))
+    for _ in range(8):
+        home.ask("bob", "background", 300, 200)
+    home.run_until(home.now + 0.4)
+    assert home.scheduler.state.pages.free >= 8
+    arrived_at = home.now
+    voice = home.ask("alice", "voice", 150, 20)
+    home.run_dry()
+    assert home.ttft(voice, arrived_at) < 0.2
+    assert home.all_finished()
+
+
+def test_background_gives_its_pages_to_voice_that_does_not_fit_and_ends_exactly() -> None:
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(ALICE, BOB))
+    for _ in range(4):
+        home.ask("bob", "background", 320, 300)
+    home.run_until(home.now + 3.0)
+    voice = home.ask("alice", "voice", 700, 20)
+    home.run_dry()
+    assert preempted(home)
+    assert home.all_finished()
+    assert home.sequences[voice].output == 20
+    assert all(s.output == 300 for r, s in home.sequences.items() if r != voice)
+
+
+def test_recompute_after_preemption_is_paid_by_the_system() -> None:
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(ALICE, BOB))
+    for _ in range(4):
+        home.ask("bob", "background", 320, 300)
+    home.run_until(home.now + 3.0)
+    home.ask("alice", "voice", 700, 20)
+    home.run_dry()
+    state = home.scheduler.state
+    assert state.recomputed_tokens > 0
+    assert state.account(ResidentId("bob")).prefill_tokens == 4 * 320
+    assert state.account(ResidentId("bob")).decode_tokens == 4 * 300
+    assert state.counters.system_service == state.recomputed_tokens
+
+
+def test_long_answers_grow_slice_by_slice() -> None:
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(ALICE,))
+    request_id = home.ask("alice", "chat", 64, 20, max_tokens=900)
+    home.run_dry()
+    assert max(home.sequences[request_id].reserved for _ in [0]) <= 64 + 64
+    long = home.ask("alice", "chat", 64, 500)
+    home.run_dry()
+    grown = [d for _, _, ds in home.log for d in ds if isinstance(d, Grow) and d.request_id == long]
+    assert len(grown) >= 6
+
+
+def test_growing_answers_never_deadlock_on_full_memory() -> None:
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(ALICE, BOB))
+    for i in range(8):
+        home.ask(("alice", "bob")[i % 2], "background", 64, 900)
+    home.run_dry()
+    assert home.all_finished()
+    assert all(s.preempted <= NO_PREFIXES.max_preemptions for s in home.sequences.values())
+
+
+def test_a_request_that_can_never_fit_is_refused_with_what_would() -> None:
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(ALICE,))
+    too_long = home.ask("alice", "chat", 1000, 100)
+    reject = home.rejected[too_long]
+    assert reject.reason == "prompt_too_long"
+    assert reject.limit == 1024 - 100
+    tight = Household(
+        capacity=dataclasses.replace(SMALL, num_pages=20), policy=NO_PREFIXES, residents=(ALICE,)
+    )
+    never = tight.ask("alice", "chat", 600, 100)
+    assert tight.rejected[never].reason == "never_fits"
+    limit = tight.rejected[never].limit
+    assert limit is not None
+    fits = tight.ask("alice", "chat", limit, 100)
+    tight.run_dry()
+    assert tight.sequences[fits].finished_at is not None
+
+
+def test_a_large_request_is_passed_over_only_so_often() -> None:
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(ALICE, BOB))
+    for _ in range(5):
+        home.ask("bob", "chat", 100, 100)
+    large = home.ask("alice", "background", 900, 50)
+    for _ in range(60):
+        home.ask("bob", "background", 100, 100)
+    home.run_until(home.now + 60)
+    done = sorted((s.finished_at, r) for r, s in home.sequences.items() if s.finished_at is not None)
+    assert home.sequences[large].finished_at is not None
+    assert [r for _, r in done].index(large) < 40
+
+
+def test_a_page_cap_lends_what_nobody_uses_and_takes_it_back() -> None:
+    capped = Resident(resident_id=ResidentId("capped"), page_cap=12)
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(capped, ALICE))
+    for _ in range(4):
+        home.ask("capped", "chat", 200, 400)
+    home.run_until(home.now + 3.0)
+    state = home.scheduler.state
+    assert state.pages.held_by(ResidentId("capped")) > 12, "nobody else wants the memory"
+    late = home.ask("alice", "chat", 700, 20)
+    home.run_dry()
+    assert any(r.startswith("capped") for r in preempted(home))
+    assert home.sequences[late].finished_at is not None
+    assert home.all_finished()
+
+
+@pytest.mark.parametrize("when", [0.0, 0.001, 0.05, 0.2, 0.5])
+def test_a_cancelled_request_gives_its_pages_back_within_one_iteration(when: float) -> None:
+    home = Household(capacity=SMALL, residents=(ALICE, BOB))
+    ids = [home.ask("alice", "chat", 400, 100) for _ in range(3)]
+    home.run_until(home.now + when)
+    for request_id in ids:
+        home.cancel(request_id)
+        home.cancel(request_id)
+    home.step()
+    assert home.scheduler.state.pages.num_held == 0
+    assert not home.scheduler.state.records
+    assert home.scheduler.state.account(ResidentId("alice")).cancelled == 3
+
+
+def test_a_pinned_prefix_stays_and_is_paid_by_the_household() -> None:
+    home = Household(residents=(ALICE,))
+    prefix = home.ask("alice", "chat", 300, 0, keep_prefix=True)
+    home.run_dry()
+    state = home.scheduler.state
+    assert state.pages.num_pinned == 10
+    assert state.account(ResidentId("alice")).service == 0
+    assert state.counters.system_service == 300
+    home.ask("alice", "voice", 330, 10, shared=300)
+    home.run_dry()
+    assert state.account(ResidentId("alice")).prefill_tokens == 30
+    assert state.account(ResidentId("alice")).cached_tokens == 300
+    home.tell(PrefixDropped(request_id=prefix))
+    assert state.pages.free == CAPACITY.num_pages
+
+
+def test_prefixes_may_not_take_more_than_their_allowance() -> None:
+    home = Household(capacity=SMALL, residents=(ALICE,))
+    refused = home.ask("alice", "chat", 600, 0, keep_prefix=True)
+    assert home.rejected[refused].reason == "never_fits"
+
+
+def test_a_lost_backend_makes_everybody_wait_again_and_nobody_pay_twice() -> None:
+    home = Household(residents=(ALICE, BOB))
+    home.ask("alice", "chat", 400, 100)
+    home.ask("bob", "background", 900, 50)
+    home.run_until(home.now + 0.8)
+    home.flying = None
+    for sequence in home.sequences.values():
+        sequence.is_on_device, sequence.stored = False, 0
+    home.tell(BackendLost())
+    assert home.scheduler.state.pages.num_held == 0
+    assert home.flying is None, "nothing is composed before the backend is back"
+    home.tell(CapacityChanged(capacity=CAPACITY))
+    home.run_dry()
+    assert home.all_finished()
+    assert home.scheduler.state.account(ResidentId("alice")).prefill_tokens == 400
+    assert home.scheduler.state.account(ResidentId("bob")).decode_tokens == 50
+
+
+def test_a_shrunken_memory_is_drained_by_preemption() -> None:
+    home = Household(residents=(ALICE, BOB))
+    for _ in range(6):
+        home.ask("bob", "background", 800, 200)
+    home.run_until(home.now + 2.0)
+    home.capacity = dataclasses.replace(CAPACITY, num_pages=64)
+    home.tell(CapacityChanged(capacity=home.capacity))
+    home.run_dry()
+    assert home.all_finished()
