@@ -1,0 +1,91 @@
+"""The AI task: background work that an automation or a person orders, answered in a wanted structure."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Final, override
+
+import probatio
+
+from homeassistant.components import ai_task, conversation
+from homeassistant.core import Context, HomeAssistant, callback
+from homeassistant.exceptions import HomeAssistantError
+from homeassistant.helpers.entity_platform import AddConfigEntryEntitiesCallback
+from homeassistant.util import slugify
+from homeassistant.util.json import JsonValueType, json_loads
+
+from .chat import schema_of
+from .const import DEFAULT_TASK_MAX_TOKENS, DOMAIN, SUBENTRY_AI_TASK
+from .coordinator import FairhearthConfigEntry
+from .engine_client import Finished
+from .entity import FairhearthLLMEntity
+from .origin import async_origin_of_task
+
+PARALLEL_UPDATES = 0
+
+_caller: Final[ContextVar[Context | None]] = ContextVar("fairhearth_ai_task_caller", default=None)
+"""The context of the call under way in this asyncio task; the entity's own is shared by all calls."""
+
+
+async def async_setup_entry(
+    hass: HomeAssistant, entry: FairhearthConfigEntry, async_add_entities: AddConfigEntryEntitiesCallback
+) -> None:
+    """Add one entity per AI task subentry."""
+    for subentry in entry.get_subentries_of_type(SUBENTRY_AI_TASK):
+        async_add_entities([FairhearthAITask(entry, subentry)], config_subentry_id=subentry.subentry_id)
+
+
+class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
+    """Generates data in the background of everyone who waits."""
+
+    _attr_supported_features = ai_task.AITaskEntityFeature.GENERATE_DATA
+
+    @callback
+    @override
+    def async_set_context(self, context: Context) -> None:
+        """Note who calls, for this call only."""
+        super().async_set_context(context)
+        _caller.set(context)
+
+    @override
+    async def _async_generate_data(
+        self, task: ai_task.GenDataTask, chat_log: conversation.ChatLog
+    ) -> ai_task.GenDataTaskResult:
+        """Answer one task; with a structure the answer is data that fits it."""
+        origin = async_origin_of_task(_caller.get(), self.coordinator.context_users)
+        serializer = chat_log.llm_api.custom_serializer if chat_log.llm_api else None
+        finished = await self._async_answer(
+            chat_log,
+            self._attribute(origin),
+            default_max_tokens=DEFAULT_TASK_MAX_TOKENS,
+            json_schema_name=slugify(task.name),
+            json_schema=schema_of(task.structure, serializer) if task.structure else None,
+        )
+        text = _answer_text(chat_log)
+        return ai_task.GenDataTaskResult(
+            conversation_id=chat_log.conversation_id,
+            data=_structured(text, task.structure, finished) if task.structure else text,
+        )
+
+
+def _answer_text(chat_log: conversation.ChatLog) -> str:
+    last = chat_log.content[-1]
+    if not isinstance(last, conversation.AssistantContent) or not last.content:
+        raise HomeAssistantError(translation_domain=DOMAIN, translation_key="no_answer")
+    return last.content
+
+
+def _structured(text: str, structure: probatio.Schema, finished: Finished | None) -> JsonValueType:
+    """Return the data in the answer; raise a translated error that says why there is none."""
+    if finished is not None and finished.reason == "length":
+        raise HomeAssistantError(translation_domain=DOMAIN, translation_key="answer_cut_off")
+    try:
+        data = json_loads(text)
+        structure(data)
+    except (ValueError, probatio.Invalid) as err:
+        raise HomeAssistantError(
+            translation_domain=DOMAIN,
+            translation_key="answer_not_as_asked",
+            translation_placeholders={"message": str(err)},
+        ) from err
+    return data

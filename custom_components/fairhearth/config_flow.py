@@ -1,0 +1,466 @@
+"""The dialogs: connect an engine, and set up its conversation agents, AI tasks and residents.
+
+An engine is known by its own id, not by its address, so it may move. A dialog asks the engine before it saves
+anything and names what was wrong: the address, the token, what the token may do, or which side to update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, override
+
+import probatio
+from yarl import URL
+
+from homeassistant.config_entries import (
+    SOURCE_USER,
+    ConfigEntryState,
+    ConfigFlow,
+    ConfigFlowResult,
+    ConfigSubentryData,
+    ConfigSubentryFlow,
+    SubentryFlowResult,
+)
+from homeassistant.const import CONF_LLM_HASS_API, CONF_NAME, CONF_PROMPT, CONF_TOKEN, CONF_URL
+from homeassistant.core import HomeAssistant, callback
+from homeassistant.helpers import llm
+from homeassistant.helpers.aiohttp_client import async_get_clientsession
+from homeassistant.helpers.selector import (
+    AreaSelector,
+    AreaSelectorConfig,
+    BooleanSelector,
+    EntitySelector,
+    EntitySelectorConfig,
+    NumberSelector,
+    NumberSelectorConfig,
+    NumberSelectorMode,
+    SelectOptionDict,
+    SelectSelector,
+    SelectSelectorConfig,
+    SelectSelectorMode,
+    TemplateSelector,
+    TextSelector,
+    TextSelectorConfig,
+    TextSelectorType,
+)
+from homeassistant.helpers.service_info.zeroconf import ZeroconfServiceInfo
+from homeassistant.util import slugify
+
+from .attribution import RESERVED_RESIDENT_IDS
+from .const import (
+    CONF_AREAS,
+    CONF_DAILY_IS_HARD,
+    CONF_DAILY_TOKENS,
+    CONF_MAX_TOKENS,
+    CONF_PERSON,
+    CONF_RESIDENT_ID,
+    CONF_SATELLITES,
+    CONF_TEMPERATURE,
+    CONF_USERS,
+    CONF_WEIGHT,
+    DEFAULT_AI_TASK_NAME,
+    DEFAULT_CONVERSATION_NAME,
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_PORT,
+    DEFAULT_TASK_MAX_TOKENS,
+    DEFAULT_URL,
+    DEFAULT_WEIGHT,
+    DOMAIN,
+    LOGGER,
+    REQUIRED_SCOPES,
+    SUBENTRY_AI_TASK,
+    SUBENTRY_CONVERSATION,
+    SUBENTRY_RESIDENT,
+)
+from .coordinator import FairhearthConfigEntry
+from .engine_client import (
+    SCHEMA_VERSION,
+    CannotConnect,
+    EngineClient,
+    EngineError,
+    EngineInfo,
+    InvalidToken,
+    NotAllowed,
+)
+
+_TOKEN_SELECTOR: Final = TextSelector(
+    TextSelectorConfig(type=TextSelectorType.PASSWORD, autocomplete="current-password")
+)
+_URL_SELECTOR: Final = TextSelector(TextSelectorConfig(type=TextSelectorType.URL))
+
+ENGINE_SCHEMA: Final = probatio.Schema(
+    {
+        probatio.Required(CONF_URL, default=DEFAULT_URL): _URL_SELECTOR,
+        probatio.Required(CONF_TOKEN): _TOKEN_SELECTOR,
+    }
+)
+TOKEN_SCHEMA: Final = probatio.Schema({probatio.Required(CONF_TOKEN): _TOKEN_SELECTOR})
+
+MAX_RESIDENT_ID_CHARACTERS: Final = 64
+"""The engine takes no longer id."""
+
+
+class Refused(Exception):
+    """A dialog's input does not work; holds the field and the key of the text that says why."""
+
+    def __init__(self, key: str, field: str = "base") -> None:
+        """Name the text and the field it belongs to."""
+        super().__init__(key)
+        self.errors = {field: key}
+
+
+def normalized_url(text: str) -> str:
+    """Return the address as it is stored; a bare host gets the engine's own port. Raises Refused."""
+    text = text.strip().rstrip("/")
+    has_scheme = "://" in text
+    try:
+        url = URL(text if has_scheme else f"http://{text}")
+        port = url.explicit_port
+    except ValueError as err:
+        raise Refused("invalid_url", CONF_URL) from err
+    if url.scheme not in ("http", "https") or not url.host or url.query_string or url.fragment or url.user:
+        raise Refused("invalid_url", CONF_URL)
+    if port is None and not has_scheme:
+        url = url.with_port(DEFAULT_PORT)
+    return str(url).rstrip("/")
+
+
+async def async_probe(hass: HomeAssistant, url: str, token: str) -> EngineInfo:
+    """Return what answers at the address; raise Refused with what is wrong and on which side."""
+    client = EngineClient(async_get_clientsession(hass), url, token)
+    try:
+        health = await client.health()
+    except CannotConnect as err:
+        LOGGER.debug("No engine at %s: %s", url, err)
+        raise Refused("cannot_connect") from err
+    except EngineError as err:
+        LOGGER.debug("No engine of ours at %s: %s", url, err)
+        raise Refused("not_an_engine", CONF_URL) from err
+    if health.schema_version < SCHEMA_VERSION:
+        raise Refused("update_engine")
+    if health.schema_version > SCHEMA_VERSION:
+        raise Refused("update_integration")
+    try:
+        info = await client.engine()
+    except InvalidToken as err:
+        raise Refused("invalid_token", CONF_TOKEN) from err
+    except NotAllowed as err:
+        raise Refused("token_not_enough", CONF_TOKEN) from err
+    except EngineError as err:
+        LOGGER.debug("The engine at %s does not say what it is: %s", url, err)
+        raise Refused("cannot_connect") from err
+    if not all(info.may(scope) for scope in REQUIRED_SCOPES):
+        raise Refused("token_not_enough", CONF_TOKEN)
+    return info
+
+
+class FairhearthConfigFlow(ConfigFlow, domain=DOMAIN):
+    """Connects an engine."""
+
+    VERSION = 1
+    MINOR_VERSION = 1
+
+    _discovered_url: str
+
+    @override
+    async def async_step_user(self, user_input: dict[str, Any] | None = None) -> ConfigFlowResult:
+        """Ask for address and token."""
+        errors: dict[str, str] = {}
+        if user_input is not None:
+            try:
+                url = normalized_url(user_input[CONF_URL])
+                return await self._async_create(url, user_input[CONF_TOKEN])
+            except Refused as refused:
+                errors = refused.errors
+        return self.async_show_form(
+            step_id="user",
+            data_schema=self.add_suggested_values_to_schema(ENGINE_SCHEMA, user_input),
+            errors=errors,
+        )
+
+    @override
+    async def async_step_zeroconf(self, discovery_info: ZeroconfServiceInfo) -> ConfigFlowResult:
+        """Take up an engine that announced itself; it says who it is, the token is still asked for."""
+        address = discovery_info.ip_address
+        host = f"[{address}]" if address.version == 6 else str(address)
+        self._discovered_url = f"http://{host}:{discovery_info.port}"
+        engine_id = discovery_info.properties.get("engine_id")
+        if not engine_id:
+            return self.async_abort(reason="not_an_engine")
+        await self.async_set_unique_id(engine_id)
+        self._abort_if_unique_id_configured(updates={CONF_URL: self._discovered_url}, reload_on_update=False)
+        self.context["title_placeholders"] = {"name": discovery_info.name.partition(".")[0]}
+        return await self.async_step_zeroconf_confirm()
+
+    async def async_step_zeroconf_confirm(self, user_input: dict[str, Any] | None = None) -> ConfigFlowResult:
+        """Ask for the token of a discovered engine."""
+        errors: dict[str, str] = {}
+        if user_input is not None:
+            try:
+                return await self._async_create(self._discovered_url, user_input[CONF_TOKEN])
+            except Refused as refused:
+                errors = _without_url_field(refused.errors)
+        return self.async_show_form(
+            step_id="zeroconf_confirm",
+            data_schema=TOKEN_SCHEMA,
+            errors=errors,
+            description_placeholders={"url": self._discovered_url},
+        )
+
+    async def _async_create(self, url: str, token: str) -> ConfigFlowResult:
+        info = await async_probe(self.hass, url, token)
+        await self.async_set_unique_id(info.engine_id, raise_on_progress=False)
+        self._abort_if_unique_id_configured(
+            updates={CONF_URL: url, CONF_TOKEN: token}, reload_on_update=False
+        )
+        return self.async_create_entry(
+            title=info.name, data={CONF_URL: url, CONF_TOKEN: token}, subentries=_default_subentries()
+        )
+
+    async def async_step_reauth(self, entry_data: Mapping[str, Any]) -> ConfigFlowResult:
+        """Begin after the engine refused the token."""
+        return await self.async_step_reauth_confirm()
+
+    async def async_step_reauth_confirm(self, user_input: dict[str, Any] | None = None) -> ConfigFlowResult:
+        """Ask for a token that works."""
+        errors: dict[str, str] = {}
+        entry = self._get_reauth_entry()
+        if user_input is not None:
+            try:
+                return await self._async_update(entry, entry.data[CONF_URL], user_input[CONF_TOKEN])
+            except Refused as refused:
+                errors = _without_url_field(refused.errors)
+        return self.async_show_form(
+            step_id="reauth_confirm",
+            data_schema=TOKEN_SCHEMA,
+            errors=errors,
+            description_placeholders={"url": entry.data[CONF_URL]},
+        )
+
+    async def async_step_reconfigure(self, user_input: dict[str, Any] | None = None) -> ConfigFlowResult:
+        """Ask for another address or token of the same engine."""
+        errors: dict[str, str] = {}
+        entry = self._get_reconfigure_entry()
+        if user_input is not None:
+            try:
+                return await self._async_update(
+                    entry, normalized_url(user_input[CONF_URL]), user_input[CONF_TOKEN]
+                )
+            except Refused as refused:
+                errors = refused.errors
+        return self.async_show_form(
+            step_id="reconfigure",
+            data_schema=self.add_suggested_values_to_schema(
+                ENGINE_SCHEMA, user_input or {CONF_URL: entry.data[CONF_URL]}
+            ),
+            errors=errors,
+        )
+
+    async def _async_update(self, entry: FairhearthConfigEntry, url: str, token: str) -> ConfigFlowResult:
+        """Save address and token once they lead to the entry's own engine."""
+        info = await async_probe(self.hass, url, token)
+        await self.async_set_unique_id(info.engine_id, raise_on_progress=False)
+        self._abort_if_unique_id_mismatch()
+        data = {CONF_URL: url, CONF_TOKEN: token}
+        # The update listener reloads a loaded entry whose data changed; an entry that failed to set up has no
+        # listener, and one whose data stayed the same does not hear of it.
+        needs_reload = not entry.update_listeners or {**entry.data, **data} == entry.data
+        result = self.async_update_and_abort(entry, data_updates=data)
+        if needs_reload:
+            self.hass.config_entries.async_schedule_reload(entry.entry_id)
+        return result
+
+    @classmethod
+    @callback
+    @override
+    def async_get_supported_subentry_types(
+        cls, config_entry: FairhearthConfigEntry
+    ) -> dict[str, type[ConfigSubentryFlow]]:
+        """Return what can be added to an engine."""
+        return {
+            SUBENTRY_CONVERSATION: AgentSubentryFlow,
+            SUBENTRY_AI_TASK: AgentSubentryFlow,
+            SUBENTRY_RESIDENT: ResidentSubentryFlow,
+        }
+
+
+def _without_url_field(errors: dict[str, str]) -> dict[str, str]:
+    """Return errors for a form that does not ask for the address."""
+    return {"base" if field == CONF_URL else field: key for field, key in errors.items()}
+
+
+def _default_subentries() -> list[ConfigSubentryData]:
+    """Return what a new engine starts with, so that it can be talked to at once."""
+    return [
+        ConfigSubentryData(
+            subentry_type=SUBENTRY_CONVERSATION,
+            title=DEFAULT_CONVERSATION_NAME,
+            unique_id=None,
+            data={CONF_LLM_HASS_API: [llm.LLM_API_ASSIST]},
+        ),
+        ConfigSubentryData(
+            subentry_type=SUBENTRY_AI_TASK, title=DEFAULT_AI_TASK_NAME, unique_id=None, data={}
+        ),
+    ]
+
+
+def _whole_number(least: int, most: int, unit: str | None = None) -> NumberSelector:
+    config = NumberSelectorConfig(min=least, max=most, step=1, mode=NumberSelectorMode.BOX)
+    if unit is not None:
+        config["unit_of_measurement"] = unit
+    return NumberSelector(config)
+
+
+class AgentSubentryFlow(ConfigSubentryFlow):
+    """Adds or changes a conversation agent or an AI task."""
+
+    async def async_step_user(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
+        """Add one."""
+        return await self.async_step_init(user_input)
+
+    async def async_step_reconfigure(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
+        """Change one."""
+        return await self.async_step_init(user_input)
+
+    async def async_step_init(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
+        """Ask for name and options."""
+        if self._get_entry().state is not ConfigEntryState.LOADED:
+            return self.async_abort(reason="entry_not_loaded")
+        if user_input is not None:
+            return self._save(user_input)
+        return self.async_show_form(
+            step_id="init",
+            data_schema=self.add_suggested_values_to_schema(self._schema(), self._suggested()),
+        )
+
+    def _save(self, user_input: dict[str, Any]) -> SubentryFlowResult:
+        data = dict(user_input)
+        title = data.pop(CONF_NAME)
+        if CONF_MAX_TOKENS in data:
+            data[CONF_MAX_TOKENS] = int(data[CONF_MAX_TOKENS])
+        if self.source == SOURCE_USER:
+            return self.async_create_entry(title=title, data=data)
+        return self.async_update_and_abort(
+            self._get_entry(), self._get_reconfigure_subentry(), title=title, data=data
+        )
+
+    def _is_conversation(self) -> bool:
+        return self._subentry_type == SUBENTRY_CONVERSATION
+
+    def _suggested(self) -> dict[str, Any]:
+        if self.source == SOURCE_USER:
+            if self._is_conversation():
+                return {
+                    CONF_NAME: DEFAULT_CONVERSATION_NAME,
+                    CONF_PROMPT: llm.DEFAULT_INSTRUCTIONS_PROMPT,
+                    CONF_LLM_HASS_API: [llm.LLM_API_ASSIST],
+                }
+            return {CONF_NAME: DEFAULT_AI_TASK_NAME}
+        subentry = self._get_reconfigure_subentry()
+        return {CONF_NAME: subentry.title, **subentry.data}
+
+    def _schema(self) -> probatio.Schema:
+        schema: dict[Any, Any] = {probatio.Required(CONF_NAME): TextSelector()}
+        if self._is_conversation():
+            apis = [SelectOptionDict(label=api.name, value=api.id) for api in llm.async_get_apis(self.hass)]
+            schema[probatio.Optional(CONF_PROMPT)] = TemplateSelector()
+            schema[probatio.Optional(CONF_LLM_HASS_API)] = SelectSelector(
+                SelectSelectorConfig(options=apis, multiple=True, mode=SelectSelectorMode.LIST)
+            )
+        default_max_tokens = DEFAULT_MAX_TOKENS if self._is_conversation() else DEFAULT_TASK_MAX_TOKENS
+        schema[probatio.Required(CONF_MAX_TOKENS, default=default_max_tokens)] = _whole_number(1, 32768)
+        schema[probatio.Optional(CONF_TEMPERATURE)] = NumberSelector(
+            NumberSelectorConfig(min=0, max=2, step=0.05, mode=NumberSelectorMode.SLIDER)
+        )
+        return probatio.Schema(schema)
+
+
+class ResidentSubentryFlow(ConfigSubentryFlow):
+    """Adds or changes a resident: who it is, how they are recognised, and what they are entitled to."""
+
+    async def async_step_user(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
+        """Add a resident."""
+        return await self._async_step("user", user_input)
+
+    async def async_step_reconfigure(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
+        """Change a resident."""
+        return await self._async_step("reconfigure", user_input)
+
+    async def _async_step(self, step_id: str, user_input: dict[str, Any] | None) -> SubentryFlowResult:
+        errors: dict[str, str] = {}
+        if user_input is not None:
+            try:
+                return self._save(user_input)
+            except Refused as refused:
+                errors = refused.errors
+        suggested = user_input if user_input is not None else self._suggested()
+        return self.async_show_form(
+            step_id=step_id,
+            data_schema=self.add_suggested_values_to_schema(await self._async_schema(), suggested),
+            errors=errors,
+        )
+
+    def _save(self, user_input: dict[str, Any]) -> SubentryFlowResult:
+        """Save a resident; its id on the engine is made once from its name and stays when it is renamed."""
+        data = dict(user_input)
+        name = data.pop(CONF_NAME).strip()
+        data[CONF_WEIGHT] = int(data[CONF_WEIGHT])
+        if CONF_DAILY_TOKENS in data:
+            data[CONF_DAILY_TOKENS] = int(data[CONF_DAILY_TOKENS])
+        if self.source == SOURCE_USER:
+            resident_id = self._new_resident_id(name)
+            return self.async_create_entry(
+                title=name, data={CONF_RESIDENT_ID: resident_id, **data}, unique_id=resident_id
+            )
+        subentry = self._get_reconfigure_subentry()
+        if not name:
+            raise Refused("name_missing", CONF_NAME)
+        return self.async_update_and_abort(
+            self._get_entry(),
+            subentry,
+            title=name,
+            data={CONF_RESIDENT_ID: subentry.data[CONF_RESIDENT_ID], **data},
+        )
+
+    def _new_resident_id(self, name: str) -> str:
+        resident_id = slugify(name)[:MAX_RESIDENT_ID_CHARACTERS] if name else ""
+        if not resident_id or resident_id == "unknown":
+            raise Refused("name_missing", CONF_NAME)
+        if resident_id in RESERVED_RESIDENT_IDS:
+            raise Refused("name_reserved", CONF_NAME)
+        taken = {
+            subentry.data[CONF_RESIDENT_ID]
+            for subentry in self._get_entry().get_subentries_of_type(SUBENTRY_RESIDENT)
+        }
+        if resident_id in taken:
+            raise Refused("name_taken", CONF_NAME)
+        return resident_id
+
+    def _suggested(self) -> dict[str, Any]:
+        if self.source == SOURCE_USER:
+            return {}
+        subentry = self._get_reconfigure_subentry()
+        return {CONF_NAME: subentry.title, **subentry.data}
+
+    async def _async_schema(self) -> probatio.Schema:
+        users = [
+            SelectOptionDict(label=user.name or user.id, value=user.id)
+            for user in await self.hass.auth.async_get_users()
+            if not user.system_generated and user.is_active
+        ]
+        return probatio.Schema(
+            {
+                probatio.Required(CONF_NAME): TextSelector(),
+                probatio.Optional(CONF_PERSON): EntitySelector(EntitySelectorConfig(domain="person")),
+                probatio.Optional(CONF_USERS): SelectSelector(
+                    SelectSelectorConfig(options=users, multiple=True, mode=SelectSelectorMode.DROPDOWN)
+                ),
+                probatio.Optional(CONF_SATELLITES): EntitySelector(
+                    EntitySelectorConfig(domain="assist_satellite", multiple=True)
+                ),
+                probatio.Optional(CONF_AREAS): AreaSelector(AreaSelectorConfig(multiple=True)),
+                probatio.Required(CONF_WEIGHT, default=DEFAULT_WEIGHT): _whole_number(1, 100),
+                probatio.Optional(CONF_DAILY_TOKENS): _whole_number(1, 1_000_000_000, "tokens"),
+                probatio.Required(CONF_DAILY_IS_HARD, default=False): BooleanSelector(),
+            }
+        )

@@ -1,0 +1,38 @@
+"""Names that several modules of the integration share."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+DOMAIN: Final = "fairhearth"
+LOGGER: Final = logging.getLogger(__package__)
+MANUFACTURER: Final = "Fairhearth"
+
+DEFAULT_PORT: Final = 8321
+DEFAULT_URL: Final = f"http://127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_CONVERSATION_NAME: Final = "Fairhearth"
+DEFAULT_AI_TASK_NAME: Final = "Fairhearth AI task"
+
+SUBENTRY_CONVERSATION: Final = "conversation"
+SUBENTRY_AI_TASK: Final = "ai_task_data"
+SUBENTRY_RESIDENT: Final = "resident"
+
+CONF_MAX_TOKENS: Final = "max_tokens"
+CONF_TEMPERATURE: Final = "temperature"
+
+CONF_RESIDENT_ID: Final = "resident_id"
+CONF_PERSON: Final = "person"
+CONF_USERS: Final = "users"
+CONF_SATELLITES: Final = "satellites"
+CONF_AREAS: Final = "areas"
+CONF_WEIGHT: Final = "weight"
+CONF_DAILY_TOKENS: Final = "daily_tokens"
+CONF_DAILY_IS_HARD: Final = "daily_is_hard"
+
+DEFAULT_MAX_TOKENS: Final = 512
+DEFAULT_TASK_MAX_TOKENS: Final = 1024
+DEFAULT_WEIGHT: Final = 1
+
+REQUIRED_SCOPES: Final = ("generate", "residents")
+"""What a token must be allowed for the integration to work."""

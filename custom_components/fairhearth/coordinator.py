@@ -1,0 +1,211 @@
+"""Owns the engine client and the live picture of one engine: who is served, how fast, how fairly.
+
+The picture is pushed: a background task follows the engine's fairness stream, connects again after a loss
+with growing pauses, and tells the engine its residents each time, because an engine may have been set up anew
+meanwhile. Entities never ask the engine; they read `data`, and are unavailable while the stream is lost.
+Knows no entity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Final, override
+
+from homeassistant.config_entries import ConfigEntry
+from homeassistant.const import EVENT_CALL_SERVICE
+from homeassistant.core import Event, HomeAssistant, callback
+from homeassistant.exceptions import ConfigEntryAuthFailed
+from homeassistant.helpers import device_registry as dr
+from homeassistant.helpers.update_coordinator import DataUpdateCoordinator, UpdateFailed
+
+from .attribution import ContextUsers
+from .const import DOMAIN, LOGGER, MANUFACTURER
+from .engine_client import (
+    CannotConnect,
+    ChatEvent,
+    ChatRequest,
+    EngineClient,
+    EngineError,
+    EngineInfo,
+    FairnessSnapshot,
+    InvalidToken,
+    ProtocolError,
+    UnknownResident,
+)
+from .engine_client.protocol import check_schema_version
+from .errors import as_home_assistant_error
+from .residents import ResidentRegistrar
+
+RECONNECT_FIRST_S: Final = 1.0
+RECONNECT_MOST_S: Final = 30.0
+
+PUBLISH_INTERVAL_S: Final = 1.0
+"""Least seconds between two pictures for the entities, so that none writes more often than once a second."""
+
+type FairhearthConfigEntry = ConfigEntry[FairhearthCoordinator]
+
+
+class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
+    """The live picture of one engine."""
+
+    config_entry: FairhearthConfigEntry
+    engine: EngineInfo
+    engine_device_id: str
+
+    def __init__(self, hass: HomeAssistant, entry: FairhearthConfigEntry, client: EngineClient) -> None:
+        """Follow one engine through its client."""
+        super().__init__(
+            hass, LOGGER, config_entry=entry, name=entry.title, update_interval=None, always_update=False
+        )
+        self.client = client
+        self.context_users = ContextUsers()
+        self._registrar = ResidentRegistrar(hass, entry, client)
+        self._published_at: float | None = None
+        self._pending: asyncio.TimerHandle | None = None
+
+    @override
+    async def _async_update_data(self) -> FairnessSnapshot:
+        """Connect for the first time; afterwards data is pushed."""
+        try:
+            await self._async_connect()
+            return await self.client.fairness()
+        except InvalidToken as err:
+            raise as_home_assistant_error(err, ConfigEntryAuthFailed) from err
+        except EngineError as err:
+            raise as_home_assistant_error(err, UpdateFailed) from err
+
+    @callback
+    def async_start(self) -> None:
+        """Begin to follow the engine and to remember who calls actions; ends when the entry is unloaded."""
+        entry = self.config_entry
+        entry.async_on_unload(self.hass.bus.async_listen(EVENT_CALL_SERVICE, self._async_note_user))
+        entry.async_on_unload(self._async_drop_pending)
+        entry.async_create_background_task(
+            self.hass, self._async_follow(), f"{DOMAIN}_follow_{entry.entry_id}"
+        )
+
+    async def async_register_residents(self) -> None:
+        """Tell the engine the household's residents; raise EngineError where it refuses."""
+        await self._registrar.async_sync()
+
+    async def async_chat(self, request: ChatRequest) -> AsyncGenerator[ChatEvent]:
+        """Yield what happens to a request; an engine that forgot the residents is told and asked once more.
+
+        Raises EngineError; a refused token also starts the dialog for a new one.
+        """
+        try:
+            try:
+                async with aclosing(self.client.chat(request)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except UnknownResident:
+                # Refused before anything was generated, so asking again cannot repeat anything.
+                await self.async_register_residents()
+            async with aclosing(self.client.chat(request)) as events:
+                async for event in events:
+                    yield event
+        except InvalidToken:
+            self.config_entry.async_start_reauth(self.hass)
+            raise
+
+    async def _async_connect(self) -> None:
+        """Ask who answers, check that it is this entry's engine, and tell it the residents."""
+        self.engine = await self.client.engine()
+        check_schema_version(self.engine.schema_version)
+        self._check_identity(self.engine.engine_id)
+        self.engine_device_id = self._async_register_device()
+        await self.async_register_residents()
+
+    def _check_identity(self, engine_id: str) -> None:
+        expected = self.config_entry.unique_id
+        if expected is not None and engine_id != expected:
+            raise ProtocolError(
+                f"another engine answers at {self.client.url}: expected {expected}, found {engine_id}. "
+                "Reconfigure the integration with the right address"
+            )
+
+    @callback
+    def _async_register_device(self) -> str:
+        """Return the registry id of the engine's device, created or brought up to date."""
+        device = dr.async_get(self.hass).async_get_or_create(
+            config_entry_id=self.config_entry.entry_id,
+            identifiers={(DOMAIN, self.config_entry.entry_id)},
+            name=self.config_entry.title,
+            manufacturer=MANUFACTURER,
+            model=self.engine.model,
+            sw_version=self.engine.version,
+            entry_type=dr.DeviceEntryType.SERVICE,
+        )
+        return device.id
+
+    async def _async_follow(self) -> None:
+        """Follow the stream for ever; the first connection was made by the first refresh."""
+        delay_s = RECONNECT_FIRST_S
+        is_connected = True
+        while True:
+            try:
+                if not is_connected:
+                    await self._async_connect()
+                async with aclosing(self.client.fairness_stream()) as stream:
+                    async for snapshot in stream:
+                        self._check_identity(snapshot.engine_id)
+                        delay_s = RECONNECT_FIRST_S
+                        self._async_receive(snapshot)
+                raise CannotConnect("the engine ended the stream")
+            except InvalidToken as err:
+                self._async_lose(err)
+                self.config_entry.async_start_reauth(self.hass)
+                return  # a new token reloads the entry
+            except EngineError as err:
+                self._async_lose(err)
+            is_connected = False
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RECONNECT_MOST_S)
+
+    @callback
+    def _async_receive(self, snapshot: FairnessSnapshot) -> None:
+        """Publish a snapshot now, or when the last one is old enough; only the latest is kept."""
+        self._async_drop_pending()
+        now = self.hass.loop.time()
+        due = now if self._published_at is None else self._published_at + PUBLISH_INTERVAL_S
+        if due <= now or not self.last_update_success:
+            self._async_publish(snapshot)
+        else:
+            self._pending = self.hass.loop.call_at(due, self._async_publish, snapshot)
+
+    @callback
+    def _async_publish(self, snapshot: FairnessSnapshot) -> None:
+        if not self.last_update_success:
+            LOGGER.info("%s is back", self.name)
+        self._pending = None
+        self._published_at = self.hass.loop.time()
+        self.async_set_updated_data(snapshot)
+
+    @callback
+    def _async_lose(self, err: EngineError) -> None:
+        """Make the entities unavailable; log the first time only."""
+        self._async_drop_pending()
+        self.last_exception = err
+        if not self.last_update_success:
+            LOGGER.debug("%s is still not available: %s", self.name, err)
+            return
+        LOGGER.warning("%s is not available: %s", self.name, err)
+        self.last_update_success = False
+        self.async_update_listeners()
+
+    @callback
+    def _async_drop_pending(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+
+    @callback
+    def _async_note_user(self, event: Event) -> None:
+        """Remember who called an action, and who stands behind an automation that calls one."""
+        context = event.context
+        user_id = context.user_id or self.context_users.user_of(context.parent_id)
+        if user_id is not None:
+            self.context_users.remember(context.id, user_id)

@@ -1,0 +1,225 @@
+"""Carries messages between the caller and one engine over HTTP. Decides nothing, retries nothing.
+
+Every failure leaves as an `EngineError`: a lost or refused connection is `CannotConnect`, an answer against
+the contract is `ProtocolError`, and what the engine complains about is rebuilt from its code. Leaving a
+stream early (cancellation, `aclose`) closes the connection, which the engine takes as cancelling the request.
+Source: docs/wire.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Final
+
+import aiohttp
+from yarl import URL
+
+from .errors import CannotConnect, ProtocolError, error_from_wire
+from .protocol import (
+    ChatEvent,
+    ChatRequest,
+    EngineInfo,
+    FairnessSnapshot,
+    Health,
+    JsonObject,
+    Message,
+    PrefixPin,
+    ResidentSettings,
+    ToolSpec,
+    chat_events,
+    loads,
+    models_from_wire,
+    resident_from_wire,
+    residents_from_wire,
+)
+
+REQUEST_TIMEOUT_S: Final = 10.0
+"""Most seconds for a question that the engine answers from memory."""
+
+PREFIX_TIMEOUT_S: Final = 120.0
+"""Most seconds to compute a prompt's beginning while others are served."""
+
+SILENCE_TIMEOUT_S: Final = 40.0
+"""Every stream says something at least every 15 s, if only that it is alive; twice missed is lost."""
+
+MAX_LINE_BYTES: Final = 4 * 1024 * 1024
+"""A longer line is no message of the contract."""
+
+
+class EngineClient:
+    """One engine at one address with one token. The session is the caller's and stays open."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        token: str | None = None,
+        *,
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
+    ) -> None:
+        """Talk to the engine at url (`http://host:port`) with a bearer token, None for `/health` only."""
+        self._session = session
+        self._url = URL(url)
+        self._silence_timeout_s = silence_timeout_s
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    @property
+    def url(self) -> str:
+        """Return the engine's address."""
+        return str(self._url)
+
+    async def health(self) -> Health:
+        """Ask whether an engine answers and which; needs no token."""
+        return Health.from_wire(await self._ask("GET", "health"))
+
+    async def engine(self) -> EngineInfo:
+        """Ask what the engine is and what the token may do."""
+        return EngineInfo.from_wire(await self._ask("GET", "v1", "engine"))
+
+    async def models(self) -> list[str]:
+        """Return the names of the models served."""
+        return models_from_wire(await self._ask("GET", "v1", "models"))
+
+    async def residents(self) -> dict[str, ResidentSettings]:
+        """Return the settings of the residents that the engine knows, by id."""
+        return residents_from_wire(await self._ask("GET", "v1", "residents"))
+
+    async def put_resident(self, resident_id: str, settings: ResidentSettings) -> ResidentSettings:
+        """Create or replace a resident and return what the engine made of it."""
+        body = await self._ask("PUT", "v1", "residents", resident_id, body=settings.as_wire())
+        return resident_from_wire(body)[1]
+
+    async def delete_resident(self, resident_id: str) -> None:
+        """Let a resident's work drain and remove it; raise UnknownResident where there is none."""
+        await self._ask("DELETE", "v1", "residents", resident_id)
+
+    async def fairness(self) -> FairnessSnapshot:
+        """Return who was served how, now."""
+        return FairnessSnapshot.from_wire(await self._ask("GET", "v1", "fairness"))
+
+    async def pin_prefix(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> PrefixPin:
+        """Have the shared beginning of a prompt computed and kept."""
+        body: JsonObject = {"messages": [message.as_wire() for message in messages]}
+        if tools:
+            body["tools"] = [tool.as_wire() for tool in tools]
+        return PrefixPin.from_wire(
+            await self._ask("POST", "v1", "prefix", body=body, timeout_s=PREFIX_TIMEOUT_S)
+        )
+
+    async def fairness_stream(self) -> AsyncGenerator[FairnessSnapshot]:
+        """Yield a snapshot at once and one after each change, until the engine ends the stream.
+
+        Raises CannotConnect when it is silent for longer than its keepalives allow.
+        """
+        async with (
+            self._open("GET", "v1", "fairness", "stream") as response,
+            aclosing(_data_lines(response)) as lines,
+        ):
+            async for line in lines:
+                body = loads(line, where="fairness event")
+                if isinstance(body, dict) and "error" in body:
+                    raise error_from_wire(body)
+                yield FairnessSnapshot.from_wire(body)
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatEvent]:
+        """Order an answer and yield what happens, `Accepted` first and `Finished` last but for `Usage`.
+
+        Raises CannotConnect when the stream breaks off before it said that it is done.
+        """
+        async with (
+            self._open("POST", "v1", "chat", "completions", body=request.as_wire()) as response,
+            aclosing(_data_lines(response)) as lines,
+        ):
+            async for line in lines:
+                if line == b"[DONE]":
+                    return
+                for event in chat_events(loads(line, where="answer chunk")):
+                    yield event
+        raise CannotConnect("the engine ended the answer before it was complete")
+
+    async def _ask(
+        self, method: str, *path: str, body: JsonObject | None = None, timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> JsonObject:
+        """Send one question and return the answer's object; raise what went wrong."""
+        try:
+            async with self._session.request(
+                method,
+                self._url.joinpath(*path),
+                json=body,
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                allow_redirects=False,
+            ) as response:
+                return await _object(response)
+        except TimeoutError as err:
+            raise CannotConnect(f"the engine at {self._url} did not answer within {timeout_s:g} s") from err
+        except aiohttp.ClientError as err:
+            raise CannotConnect(_reason(self._url, err)) from err
+
+    @asynccontextmanager
+    async def _open(
+        self, method: str, *path: str, body: JsonObject | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Open a stream that may last for ever but not be silent for long."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=self._silence_timeout_s
+        )
+        try:
+            async with self._session.request(
+                method,
+                self._url.joinpath(*path),
+                json=body,
+                headers={**self._headers, "Accept": "text/event-stream"},
+                timeout=timeout,
+                allow_redirects=False,
+            ) as response:
+                if response.content_type != "text/event-stream":
+                    await _object(response)
+                    raise ProtocolError(
+                        f"expected a stream of events at {response.url.path}, got {response.content_type}"
+                    )
+                yield response
+        except TimeoutError as err:
+            raise CannotConnect(f"the engine at {self._url} has gone silent") from err
+        except aiohttp.ClientError as err:
+            raise CannotConnect(_reason(self._url, err)) from err
+
+
+async def _object(response: aiohttp.ClientResponse) -> JsonObject:
+    """Return the JSON object of an answer, empty without a body; raise the error that it stands for."""
+    if response.status == 204:
+        return {}
+    text = await response.read()
+    try:
+        body = loads(text, where=f"answer of {response.url.path}")
+    except ProtocolError as err:
+        if response.ok:
+            raise
+        raise error_from_wire(None, status=response.status) from err
+    if not response.ok:
+        raise error_from_wire(body, status=response.status)
+    if not isinstance(body, dict):
+        raise ProtocolError(f"answer of {response.url.path} should be an object")
+    return body
+
+
+async def _data_lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
+    """Yield the payload of each `data:` line of a server-sent event stream; comments and names are skipped.
+
+    The contract sends every message as one line, so events need not be joined from several.
+    """
+    buffer = b""
+    async for piece in response.content.iter_any():
+        *lines, buffer = (buffer + piece).split(b"\n")
+        if len(buffer) > MAX_LINE_BYTES:
+            raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes is no message of the contract")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip()
+
+
+def _reason(url: URL, err: aiohttp.ClientError) -> str:
+    if isinstance(err, aiohttp.ClientConnectorError):
+        return f"no engine answers at {url}"
+    return f"the connection to the engine at {url} was lost: {str(err) or type(err).__name__}"

@@ -1,0 +1,683 @@
+"""The messages of docs/wire.md as the client sees them: what it sends and what it reads.
+
+Reading tolerates fields it does not know and names the place of a field that is missing or of the wrong kind
+(`ProtocolError`). Writing sends only fields the contract lists. Knows no connection and no Home Assistant.
+Durations are seconds, counts are tokens or requests, shares are fractions in [0, 1].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from .errors import ProtocolError, error_from_wire
+
+SCHEMA_VERSION: Final = 1
+"""The version of the contract this client speaks; the engine sends its own."""
+
+type JsonValue = bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None
+type JsonObject = dict[str, JsonValue]
+
+
+class _Reader:
+    """Reads one JSON object field by field and knows where it stands, so that a complaint names the place."""
+
+    __slots__ = ("_value", "_where")
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where} should be an object, got {_kind(value)}")
+        self._value: dict[str, object] = value
+        self._where = where
+
+    def has(self, key: str) -> bool:
+        """Return whether the field is there and not null."""
+        return self._value.get(key) is not None
+
+    def text(self, key: str) -> str:
+        """Return a text field."""
+        value = self._value.get(key)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a text", value)
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Return a true or false field."""
+        value = self._value.get(key)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def integer(self, key: str) -> int:
+        """Return a whole number; a float without a fraction is one."""
+        value = self._value.get(key)
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._wrong(key, "a whole number", value)
+        return value
+
+    def number(self, key: str) -> float:
+        """Return a number."""
+        value = self._value.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong(key, "a number", value)
+        return float(value)
+
+    def number_or_none(self, key: str) -> float | None:
+        """Return a number, or None where the field is null or absent."""
+        return self.number(key) if self.has(key) else None
+
+    def integer_or_none(self, key: str) -> int | None:
+        """Return a whole number, or None where the field is null or absent."""
+        return self.integer(key) if self.has(key) else None
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list of texts."""
+        value = self._value.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, "a list of texts", value)
+        return tuple(value)
+
+    def reader(self, key: str) -> _Reader:
+        """Return a reader of a nested object."""
+        return _Reader(self._value.get(key), f"{self._where}.{key}")
+
+    def readers(self, key: str) -> list[_Reader]:
+        """Return one reader per object of a list."""
+        value = self._value.get(key)
+        if not isinstance(value, list):
+            raise self._wrong(key, "a list", value)
+        return [_Reader(item, f"{self._where}.{key}[{index}]") for index, item in enumerate(value)]
+
+    def named(self, key: str) -> dict[str, _Reader]:
+        """Return one reader per value of an object whose keys are names."""
+        value = self._value.get(key)
+        if not isinstance(value, dict):
+            raise self._wrong(key, "an object", value)
+        return {name: _Reader(item, f"{self._where}.{key}.{name}") for name, item in value.items()}
+
+    def _wrong(self, key: str, expected: str, value: object) -> ProtocolError:
+        return ProtocolError(f"{self._where}.{key} should be {expected}, got {_kind(value)}")
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "nothing"
+        case bool() | int() | float() | str():
+            return repr(value)[:80]
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+        case _:
+            return type(value).__name__
+
+
+def loads(text: str | bytes, *, where: str) -> object:
+    """Decode JSON; raise ProtocolError that names the place."""
+    try:
+        return json.loads(text)
+    except ValueError as err:
+        raise ProtocolError(f"{where} is not JSON: {err}") from err
+
+
+# --- who is there ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What `/health` tells without a token."""
+
+    engine_id: str
+    version: str
+    schema_version: int
+    model: str
+
+    @classmethod
+    def from_wire(cls, body: object) -> Self:
+        """Read the answer of `/health`."""
+        reader = _Reader(body, "health")
+        return cls(
+            engine_id=reader.text("engine_id"),
+            version=reader.text("version"),
+            schema_version=reader.integer("schema_version"),
+            model=reader.text("model"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What the engine is and what this token may do there."""
+
+    engine_id: str
+    name: str
+    version: str
+    schema_version: int
+    backend: str
+    model: str
+    max_context_tokens: int
+    policy: str
+    scopes: frozenset[str]
+
+    @classmethod
+    def from_wire(cls, body: object) -> Self:
+        """Read the answer of `/v1/engine`."""
+        reader = _Reader(body, "engine")
+        return cls(
+            engine_id=reader.text("engine_id"),
+            name=reader.text("name"),
+            version=reader.text("version"),
+            schema_version=reader.integer("schema_version"),
+            backend=reader.text("backend"),
+            model=reader.text("model"),
+            max_context_tokens=reader.integer("max_context_tokens"),
+            policy=reader.text("policy"),
+            scopes=frozenset(reader.texts("scopes")),
+        )
+
+    def may(self, scope: str) -> bool:
+        """Return whether the token has the scope; admin implies all."""
+        return scope in self.scopes or "admin" in self.scopes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentSettings:
+    """What the household decided about one resident."""
+
+    name: str
+    weight: int = 1  #: whole number >= 1
+    daily_tokens: int | None = None  #: >= 1; None is unlimited
+    daily_is_hard: bool = False  #: over quota: True refuses, False falls to background
+    page_cap: int | None = None  #: most KV pages while others wait; None is no cap
+
+    @classmethod
+    def from_reader(cls, reader: _Reader) -> Self:
+        """Read a Resident but for its id."""
+        return cls(
+            name=reader.text("name"),
+            weight=reader.integer("weight"),
+            daily_tokens=reader.integer_or_none("daily_tokens"),
+            daily_is_hard=reader.flag("daily_is_hard"),
+            page_cap=reader.integer_or_none("page_cap"),
+        )
+
+    def as_wire(self) -> JsonObject:
+        """Return the body of a PUT."""
+        return {
+            "name": self.name,
+            "weight": self.weight,
+            "daily_tokens": self.daily_tokens,
+            "daily_is_hard": self.daily_is_hard,
+            "page_cap": self.page_cap,
+        }
+
+
+def resident_from_wire(body: object) -> tuple[str, ResidentSettings]:
+    """Read one Resident: its id and its settings."""
+    reader = _Reader(body, "resident")
+    return reader.text("id"), ResidentSettings.from_reader(reader)
+
+
+def residents_from_wire(body: object) -> dict[str, ResidentSettings]:
+    """Read the answer of GET `/v1/residents`: settings by id."""
+    rows = _Reader(body, "residents").readers("residents")
+    return {row.text("id"): ResidentSettings.from_reader(row) for row in rows}
+
+
+def models_from_wire(body: object) -> list[str]:
+    """Read the answer of `/v1/models`: the names served."""
+    return [row.text("id") for row in _Reader(body, "models").readers("data")]
+
+
+# --- what is asked ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One complete call of a tool by the model."""
+
+    call_id: str
+    name: str
+    arguments: JsonObject
+
+    def as_wire(self) -> JsonObject:
+        """Return the call as part of an assistant message."""
+        return {
+            "id": self.call_id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """One tool the model may call; parameters are a JSON schema."""
+
+    name: str
+    description: str | None
+    parameters: JsonObject
+
+    def as_wire(self) -> JsonObject:
+        """Return the tool as OpenAI writes it."""
+        function: JsonObject = {"name": self.name, "parameters": self.parameters}
+        if self.description:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of the conversation so far."""
+
+    role: str  #: system, user, assistant or tool
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()  #: of an assistant message
+    tool_call_id: str | None = None  #: of a tool message: the call it answers
+
+    def as_wire(self) -> JsonObject:
+        """Return the message as OpenAI writes it."""
+        body: JsonObject = {"role": self.role, "content": self.content}
+        if self.tool_calls and not self.content:
+            body["content"] = None
+        if self.tool_calls:
+            body["tool_calls"] = [call.as_wire() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            body["tool_call_id"] = self.tool_call_id
+        return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One order for an answer, with who is charged and what the work is."""
+
+    messages: tuple[Message, ...]
+    resident: str
+    workload_class: str
+    tools: tuple[ToolSpec, ...] = ()
+    program: str | None = None  #: id of the conversation or agent the request belongs to
+    model: str | None = None  #: None is the engine's default
+    max_tokens: int | None = None
+    temperature: float | None = None
+    json_schema_name: str | None = None
+    json_schema: JsonObject | None = None  #: the answer must be JSON of this schema
+
+    def as_wire(self) -> JsonObject:
+        """Return the body of a streamed chat completion."""
+        extension: JsonObject = {"resident": self.resident, "workload_class": self.workload_class}
+        if self.program is not None:
+            extension["program"] = self.program
+        body: JsonObject = {
+            "messages": [message.as_wire() for message in self.messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "fairhearth": extension,
+        }
+        if self.tools:
+            body["tools"] = [tool.as_wire() for tool in self.tools]
+        if self.json_schema is not None:
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": self.json_schema_name or "answer",
+                    "strict": True,
+                    "schema": self.json_schema,
+                },
+            }
+        options: Mapping[str, JsonValue] = {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+        }
+        body.update({key: value for key, value in options.items() if value is not None})
+        return body
+
+
+# --- what is answered ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCounts:
+    """Tokens by how they were had."""
+
+    prefill: int  #: prompt tokens computed
+    cached: int  #: prompt tokens taken from the prefix cache
+    decode: int  #: tokens written
+    recomputed: int = 0  #: computed again after a preemption, charged to nobody
+
+    @classmethod
+    def from_reader(cls, reader: _Reader) -> Self:
+        """Read `tokens`."""
+        return cls(
+            prefill=reader.integer("prefill"),
+            cached=reader.integer("cached"),
+            decode=reader.integer("decode"),
+            recomputed=reader.integer_or_none("recomputed") or 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The engine took the request; it may still wait."""
+
+    request_id: str
+    resident: str
+    workload_class: str
+    num_ahead: int  #: requests before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """Some more text of the answer, never empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningDelta:
+    """Some more of what the model thinks before it answers, never empty; not meant to be spoken."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCalled:
+    """The model called a tool; the call is complete."""
+
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The answer ended, with what was measured."""
+
+    reason: str  #: stop, length or tool_calls
+    queue_s: float | None
+    time_to_first_token_s: float | None
+    completion_s: float | None
+    tokens: TokenCounts | None
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens as OpenAI counts them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+type ChatEvent = Accepted | TextDelta | ReasoningDelta | ToolCalled | Finished | Usage
+
+
+def chat_events(body: object) -> list[ChatEvent]:
+    """Read one chunk of a streamed answer; raise what it says went wrong.
+
+    A chunk may carry several things at once; they come back in the order in which they happened.
+    """
+    reader = _Reader(body, "chunk")
+    if reader.has("error"):
+        raise error_from_wire(body)
+    events: list[ChatEvent] = []
+    for choice in reader.readers("choices"):
+        delta = choice.reader("delta")
+        if delta.has("role") and reader.has("fairhearth"):
+            events.append(_accepted(reader.reader("fairhearth")))
+        if delta.has("reasoning_content") and (thought := delta.text("reasoning_content")):
+            events.append(ReasoningDelta(text=thought))
+        if delta.has("content") and (text := delta.text("content")):
+            events.append(TextDelta(text=text))
+        if delta.has("tool_calls"):
+            events.extend(ToolCalled(call=_tool_call(call)) for call in delta.readers("tool_calls"))
+        if choice.has("finish_reason"):
+            events.append(_finished(choice.text("finish_reason"), reader))
+    if reader.has("usage"):
+        events.append(_usage(reader.reader("usage")))
+    return events
+
+
+def _accepted(reader: _Reader) -> Accepted:
+    return Accepted(
+        request_id=reader.text("request_id"),
+        resident=reader.text("resident"),
+        workload_class=reader.text("workload_class"),
+        num_ahead=reader.integer("num_ahead"),
+    )
+
+
+def _tool_call(reader: _Reader) -> ToolCall:
+    function = reader.reader("function")
+    name = function.text("name")
+    arguments = loads(function.text("arguments") or "{}", where=f"arguments of the call of {name}")
+    if not isinstance(arguments, dict):
+        raise ProtocolError(f"arguments of the call of {name} should be an object, got {_kind(arguments)}")
+    return ToolCall(call_id=reader.text("id"), name=name, arguments=arguments)
+
+
+def _finished(reason: str, chunk: _Reader) -> Finished:
+    if not chunk.has("fairhearth"):
+        return Finished(
+            reason=reason,
+            queue_s=None,
+            time_to_first_token_s=None,
+            completion_s=None,
+            tokens=None,
+            preemptions=0,
+        )
+    measured = chunk.reader("fairhearth")
+    return Finished(
+        reason=reason,
+        queue_s=measured.number_or_none("queue_s"),
+        time_to_first_token_s=measured.number_or_none("time_to_first_token_s"),
+        completion_s=measured.number_or_none("completion_s"),
+        tokens=TokenCounts.from_reader(measured.reader("tokens")) if measured.has("tokens") else None,
+        preemptions=measured.integer_or_none("preemptions") or 0,
+    )
+
+
+def _usage(reader: _Reader) -> Usage:
+    details = reader.reader("prompt_tokens_details") if reader.has("prompt_tokens_details") else None
+    return Usage(
+        prompt_tokens=reader.integer("prompt_tokens"),
+        completion_tokens=reader.integer("completion_tokens"),
+        cached_tokens=(details.integer_or_none("cached_tokens") or 0) if details else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixPin:
+    """What pinning a prompt's shared beginning cost."""
+
+    prefix_tokens: int
+    computed_tokens: int
+
+    @classmethod
+    def from_wire(cls, body: object) -> Self:
+        """Read the answer of `/v1/prefix`."""
+        reader = _Reader(body, "prefix")
+        return cls(
+            prefix_tokens=reader.integer("prefix_tokens"), computed_tokens=reader.integer("computed_tokens")
+        )
+
+
+# --- how fair it is ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """One measured time over the window; None where nothing was measured."""
+
+    count: int = 0
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    last: float | None = None
+
+    @classmethod
+    def from_reader(cls, reader: _Reader) -> Self:
+        """Read one of the `…_s` objects."""
+        return cls(
+            count=reader.integer("count"),
+            p50=reader.number_or_none("p50"),
+            p95=reader.number_or_none("p95"),
+            p99=reader.number_or_none("p99"),
+            last=reader.number_or_none("last"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What the engine holds and does right now."""
+
+    kv_pages_total: int
+    kv_pages_used: int
+    kv_pages_pinned: int
+    requests_running: int
+    requests_waiting: int
+    requests_paused: int
+    tokens_served: int
+    recomputed_tokens: int
+    policy_met: bool
+    policy_notes: tuple[str, ...]
+    tokens_per_second: float | None
+    fairness_index: float | None  #: Jain's index, 1 is perfectly even
+
+    @classmethod
+    def from_reader(cls, reader: _Reader) -> Self:
+        """Read `engine` of a snapshot."""
+        return cls(
+            kv_pages_total=reader.integer("kv_pages_total"),
+            kv_pages_used=reader.integer("kv_pages_used"),
+            kv_pages_pinned=reader.integer("kv_pages_pinned"),
+            requests_running=reader.integer("requests_running"),
+            requests_waiting=reader.integer("requests_waiting"),
+            requests_paused=reader.integer("requests_paused"),
+            tokens_served=reader.integer("tokens_served"),
+            recomputed_tokens=reader.integer("recomputed_tokens"),
+            policy_met=reader.flag("policy_met"),
+            policy_notes=reader.texts("policy_notes"),
+            tokens_per_second=reader.number_or_none("tokens_per_second"),
+            fairness_index=reader.number_or_none("fairness_index"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassReport:
+    """What one workload class got."""
+
+    tokens: TokenCounts
+    tokens_served: int  #: prefill plus decode since the engine started
+    requests_running: int
+    requests_waiting: int
+    finished: int
+    preemptions: int
+    rejected: int
+    queue_time: Quantiles
+    time_to_first_token: Quantiles
+    inter_token_latency: Quantiles
+    completion_time: Quantiles
+
+    @classmethod
+    def from_reader(cls, reader: _Reader) -> Self:
+        """Read one of `classes` of a snapshot."""
+        return cls(**_report_fields(reader))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentReport(ClassReport):
+    """What one resident got, and what it was entitled to."""
+
+    name: str
+    weight: int
+    service_share: float | None  #: of the service of the window
+    entitled_share: float | None  #: by weight, among residents with demand in the window
+    kv_pages_used: int
+    tokens_left_today: int | None  #: None is unlimited
+
+    @classmethod
+    def from_reader(cls, reader: _Reader) -> Self:
+        """Read one of `residents` of a snapshot."""
+        return cls(
+            **_report_fields(reader),
+            name=reader.text("name"),
+            weight=reader.integer("weight"),
+            service_share=reader.number_or_none("service_share"),
+            entitled_share=reader.number_or_none("entitled_share"),
+            kv_pages_used=reader.integer("kv_pages_used"),
+            tokens_left_today=reader.integer_or_none("tokens_left_today"),
+        )
+
+
+def _report_fields(reader: _Reader) -> dict[str, Any]:
+    """Read what residents and classes have in common."""
+    return {
+        "tokens": TokenCounts.from_reader(reader.reader("tokens")),
+        "tokens_served": reader.integer("tokens_served"),
+        "requests_running": reader.integer("requests_running"),
+        "requests_waiting": reader.integer("requests_waiting"),
+        "finished": reader.integer("finished"),
+        "preemptions": reader.integer("preemptions"),
+        "rejected": reader.integer("rejected"),
+        "queue_time": Quantiles.from_reader(reader.reader("queue_time_s")),
+        "time_to_first_token": Quantiles.from_reader(reader.reader("time_to_first_token_s")),
+        "inter_token_latency": Quantiles.from_reader(reader.reader("inter_token_latency_s")),
+        "completion_time": Quantiles.from_reader(reader.reader("completion_time_s")),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairnessSnapshot:
+    """Who was served how, at one moment."""
+
+    schema_version: int
+    engine_id: str
+    version: str
+    model: str
+    backend: str
+    policy: str  #: fairhearth or fifo
+    at: float = field(compare=False)  #: seconds since the epoch, by the engine's clock
+    uptime_s: float = field(compare=False)
+    window_s: float
+    engine: EngineLoad
+    residents: Mapping[str, ResidentReport]
+    classes: Mapping[str, ClassReport]
+
+    @classmethod
+    def from_wire(cls, body: object) -> Self:
+        """Read a snapshot; a `schema_version` of another kind is refused before anything else is read."""
+        reader = _Reader(body, "snapshot")
+        check_schema_version(reader.integer("schema_version"))
+        return cls(
+            schema_version=reader.integer("schema_version"),
+            engine_id=reader.text("engine_id"),
+            version=reader.text("version"),
+            model=reader.text("model"),
+            backend=reader.text("backend"),
+            policy=reader.text("policy"),
+            at=reader.number("at"),
+            uptime_s=reader.number("uptime_s"),
+            window_s=reader.number("window_s"),
+            engine=EngineLoad.from_reader(reader.reader("engine")),
+            residents={
+                key: ResidentReport.from_reader(item) for key, item in reader.named("residents").items()
+            },
+            classes={key: ClassReport.from_reader(item) for key, item in reader.named("classes").items()},
+        )
+
+
+def check_schema_version(schema_version: int) -> None:
+    """Raise ProtocolError that says which side to update, unless the engine speaks this client's version."""
+    if schema_version < SCHEMA_VERSION:
+        raise ProtocolError(
+            f"the engine speaks version {schema_version} of the contract, this client {SCHEMA_VERSION}: "
+            "update the engine"
+        )
+    if schema_version > SCHEMA_VERSION:
+        raise ProtocolError(
+            f"the engine speaks version {schema_version} of the contract, this client {SCHEMA_VERSION}: "
+            "update the Fairhearth integration"
+        )

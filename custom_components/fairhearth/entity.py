@@ -1,0 +1,185 @@
+"""What the entities share: their device, when they are available, and the loop that answers a chat log.
+
+The loop asks the engine, lets Home Assistant run the tools that the model calls, and asks again until the
+answer is complete. It decides neither who is charged (`attribution`) nor in what order anyone is served (the
+engine).
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Final, override
+
+from homeassistant.components import conversation
+from homeassistant.config_entries import ConfigSubentry
+from homeassistant.core import callback
+from homeassistant.exceptions import HomeAssistantError
+from homeassistant.helpers import device_registry as dr
+from homeassistant.helpers.entity import Entity
+from homeassistant.helpers.update_coordinator import CoordinatorEntity
+
+from .attribution import Attribution, Origin, attribute
+from .chat import deltas, messages_of, tools_of
+from .const import CONF_MAX_TOKENS, CONF_TEMPERATURE, DOMAIN, LOGGER, MANUFACTURER
+from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
+from .engine_client import ChatRequest, EngineError, Finished, JsonObject
+from .errors import as_home_assistant_error
+from .residents import rules_of
+
+MAX_TOOL_ITERATIONS: Final = 10
+"""Most times the model may answer with tool calls before it must come to an end."""
+
+MAX_PROGRAM_CHARACTERS: Final = 256
+"""The engine takes no longer id; a conversation's may be chosen by its caller."""
+
+
+class FairhearthEntity(CoordinatorEntity[FairhearthCoordinator]):
+    """An entity that shows a part of the live picture and writes only what changed."""
+
+    _attr_has_entity_name = True
+
+    def __init__(
+        self, coordinator: FairhearthCoordinator, unique_id: str, device_info: dr.DeviceInfo
+    ) -> None:
+        """Belong to a device; unique_id is unique among the integration's entities of one platform."""
+        super().__init__(coordinator)
+        self._attr_unique_id = unique_id
+        self._attr_device_info = device_info
+        self._written: object = None
+
+    def _shown(self) -> object:
+        """Return what the state is made of; an equal value is not written again."""
+        raise NotImplementedError
+
+    @callback
+    @override
+    def _handle_coordinator_update(self) -> None:
+        shown = (self.available, self._shown())
+        if shown != self._written:
+            self._written = shown
+            super()._handle_coordinator_update()
+
+
+def engine_device(coordinator: FairhearthCoordinator) -> dr.DeviceInfo:
+    """Return the device of the engine itself."""
+    return dr.DeviceInfo(identifiers={(DOMAIN, coordinator.config_entry.entry_id)})
+
+
+def subentry_device(coordinator: FairhearthCoordinator, subentry: ConfigSubentry) -> dr.DeviceInfo:
+    """Return the device of a subentry, hanging below the engine's."""
+    return dr.DeviceInfo(
+        identifiers={(DOMAIN, subentry.subentry_id)},
+        name=subentry.title,
+        manufacturer=MANUFACTURER,
+        model=coordinator.engine.model,
+        entry_type=dr.DeviceEntryType.SERVICE,
+        via_device_id=coordinator.engine_device_id,
+    )
+
+
+def account_device(coordinator: FairhearthCoordinator, account: str) -> dr.DeviceInfo:
+    """Return the device of one of the engine's own residents (guest, house), hanging below the engine's."""
+    return dr.DeviceInfo(
+        identifiers={(DOMAIN, account_key(coordinator, account))},
+        translation_key=account,
+        manufacturer=MANUFACTURER,
+        model=coordinator.engine.model,
+        entry_type=dr.DeviceEntryType.SERVICE,
+        via_device_id=coordinator.engine_device_id,
+    )
+
+
+def account_key(coordinator: FairhearthCoordinator, account: str) -> str:
+    """Return what the unique ids of one of the engine's own residents begin with."""
+    return f"{coordinator.config_entry.entry_id}_{account}"
+
+
+class FairhearthLLMEntity(Entity):
+    """An entity that answers: one per conversation or AI task subentry."""
+
+    _attr_has_entity_name = True
+    _attr_name = None
+
+    def __init__(self, entry: FairhearthConfigEntry, subentry: ConfigSubentry) -> None:
+        """Answer with the options of a subentry."""
+        self.entry = entry
+        self.subentry = subentry
+        self.coordinator = entry.runtime_data
+        self._attr_unique_id = subentry.subentry_id
+        self._attr_device_info = subentry_device(self.coordinator, subentry)
+
+    @property
+    @override
+    def available(self) -> bool:
+        """Return whether the engine is there."""
+        return self.coordinator.last_update_success
+
+    @override
+    async def async_added_to_hass(self) -> None:
+        """Show when the engine comes and goes."""
+        await super().async_added_to_hass()
+        self._was_available = self.available
+        self.async_on_remove(self.coordinator.async_add_listener(self._async_write_availability))
+
+    @callback
+    def _async_write_availability(self) -> None:
+        if self.available != self._was_available:
+            self._was_available = self.available
+            self.async_write_ha_state()
+
+    def _attribute(self, origin: Origin) -> Attribution:
+        """Return who is charged and as what."""
+        attribution = attribute(origin, rules_of(self.hass, self.entry))
+        LOGGER.debug("%s: %s is charged as %s", self.entity_id, origin, attribution)
+        return attribution
+
+    async def _async_answer(
+        self,
+        chat_log: conversation.ChatLog,
+        attribution: Attribution,
+        *,
+        default_max_tokens: int,
+        json_schema_name: str | None = None,
+        json_schema: JsonObject | None = None,
+    ) -> Finished | None:
+        """Complete the chat log and return how the last answer ended; raise a translated error."""
+        finished: list[Finished] = []
+        for _ in range(MAX_TOOL_ITERATIONS):
+            request = self._request(chat_log, attribution, default_max_tokens, json_schema_name, json_schema)
+            try:
+                async with (
+                    aclosing(self.coordinator.async_chat(request)) as events,
+                    aclosing(deltas(events, finished.append)) as stream,
+                ):
+                    async for _content in chat_log.async_add_delta_content_stream(self.entity_id, stream):
+                        pass
+            except EngineError as err:
+                raise as_home_assistant_error(err) from err
+            if not chat_log.unresponded_tool_results:
+                return finished[-1] if finished else None
+        raise HomeAssistantError(
+            translation_domain=DOMAIN,
+            translation_key="too_many_tool_calls",
+            translation_placeholders={"count": str(MAX_TOOL_ITERATIONS)},
+        )
+
+    def _request(
+        self,
+        chat_log: conversation.ChatLog,
+        attribution: Attribution,
+        default_max_tokens: int,
+        json_schema_name: str | None,
+        json_schema: JsonObject | None,
+    ) -> ChatRequest:
+        options = self.subentry.data
+        return ChatRequest(
+            messages=messages_of(chat_log.content),
+            tools=tools_of(chat_log.llm_api),
+            resident=attribution.resident_id,
+            workload_class=attribution.workload_class,
+            program=chat_log.conversation_id[:MAX_PROGRAM_CHARACTERS] or None,
+            max_tokens=int(options.get(CONF_MAX_TOKENS, default_max_tokens)),
+            temperature=options.get(CONF_TEMPERATURE),
+            json_schema_name=json_schema_name,
+            json_schema=json_schema,
+        )

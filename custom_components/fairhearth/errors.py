@@ -1,0 +1,65 @@
+"""Turns what the engine client raises into errors that Home Assistant shows in the user's language.
+
+The only place where an `EngineError` becomes a `HomeAssistantError`. Each class has its own text, so that a
+spoken answer names the cause; what only the engine can word is passed on as a placeholder.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from homeassistant.exceptions import HomeAssistantError
+
+from .const import DOMAIN
+from .engine_client import (
+    CannotConnect,
+    EngineError,
+    EngineStopping,
+    GenerationFailed,
+    InvalidRequest,
+    InvalidToken,
+    NotAllowed,
+    PromptTooLong,
+    ProtocolError,
+    QueueFull,
+    QuotaExhausted,
+    RequestTooLarge,
+    TooManyFailures,
+    TooManyRequests,
+    UnknownModel,
+    UnknownResident,
+)
+
+_KEYS: Final[dict[type[EngineError], str]] = {
+    CannotConnect: "cannot_connect",
+    ProtocolError: "protocol_error",
+    InvalidRequest: "invalid_request",
+    InvalidToken: "invalid_token",
+    NotAllowed: "not_allowed",
+    UnknownResident: "unknown_resident",
+    UnknownModel: "unknown_model",
+    PromptTooLong: "prompt_too_long",
+    RequestTooLarge: "prompt_too_long",
+    QuotaExhausted: "quota_exhausted",
+    TooManyRequests: "too_many_requests",
+    TooManyFailures: "too_many_failures",
+    QueueFull: "queue_full",
+    EngineStopping: "engine_unavailable",
+    GenerationFailed: "generation_failed",
+}
+
+
+def translation_key(err: EngineError) -> str:
+    """Return the key in `exceptions` of the translations that fits the error."""
+    return _KEYS.get(type(err), "engine_error")
+
+
+def as_home_assistant_error(
+    err: EngineError, kind: type[HomeAssistantError] = HomeAssistantError
+) -> HomeAssistantError:
+    """Return the translated error to raise instead (`raise as_home_assistant_error(err) from err`)."""
+    return kind(
+        translation_domain=DOMAIN,
+        translation_key=translation_key(err),
+        translation_placeholders={"message": err.message},
+    )

@@ -1,0 +1,108 @@
+"""What the household set up about its residents: read from the subentries, told to the engine.
+
+The household's word counts, so residents are told again after each connection. Ids told once are kept in a
+small store: a resident deleted while the engine was away is still removed there when it comes back. Residents
+that the engine has from elsewhere are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from homeassistant.config_entries import ConfigEntry, ConfigSubentry
+from homeassistant.core import HomeAssistant
+from homeassistant.helpers.storage import Store
+
+from .attribution import ResidentRule
+from .const import (
+    CONF_AREAS,
+    CONF_DAILY_IS_HARD,
+    CONF_DAILY_TOKENS,
+    CONF_PERSON,
+    CONF_RESIDENT_ID,
+    CONF_SATELLITES,
+    CONF_USERS,
+    CONF_WEIGHT,
+    DEFAULT_WEIGHT,
+    DOMAIN,
+    SUBENTRY_RESIDENT,
+)
+from .engine_client import EngineClient, NotFound, ResidentSettings, UnknownResident
+
+if TYPE_CHECKING:
+    from .coordinator import FairhearthConfigEntry
+
+STORAGE_VERSION: Final = 1
+
+
+def settings_of(subentry: ConfigSubentry) -> ResidentSettings:
+    """Return what the engine is told about a resident."""
+    data = subentry.data
+    daily_tokens = data.get(CONF_DAILY_TOKENS)
+    return ResidentSettings(
+        name=subentry.title,
+        weight=int(data.get(CONF_WEIGHT, DEFAULT_WEIGHT)),
+        daily_tokens=None if daily_tokens is None else int(daily_tokens),
+        daily_is_hard=bool(data.get(CONF_DAILY_IS_HARD, False)),
+    )
+
+
+def rules_of(hass: HomeAssistant, entry: FairhearthConfigEntry) -> list[ResidentRule]:
+    """Return how each resident is recognised now; a person's user may be linked or changed at any time."""
+    return [_rule_of(hass, subentry.data) for subentry in entry.get_subentries_of_type(SUBENTRY_RESIDENT)]
+
+
+def _rule_of(hass: HomeAssistant, data: Any) -> ResidentRule:
+    user_ids = set(data.get(CONF_USERS, ()))
+    if (person := data.get(CONF_PERSON)) and (state := hass.states.get(person)):
+        user_ids.add(state.attributes.get("user_id"))
+    return ResidentRule(
+        resident_id=data[CONF_RESIDENT_ID],
+        user_ids=frozenset(user_id for user_id in user_ids if user_id),
+        satellite_ids=frozenset(data.get(CONF_SATELLITES, ())),
+        area_ids=frozenset(data.get(CONF_AREAS, ())),
+    )
+
+
+class ResidentRegistrar:
+    """Keeps the engine's residents equal to the subentries."""
+
+    def __init__(self, hass: HomeAssistant, entry: FairhearthConfigEntry, client: EngineClient) -> None:
+        """Tell residents of this entry to this engine."""
+        self._entry = entry
+        self._client = client
+        self._store = _store(hass, entry)
+
+    async def async_sync(self) -> None:
+        """Create, replace and remove residents on the engine; raise EngineError where it refuses."""
+        wanted = {
+            subentry.data[CONF_RESIDENT_ID]: settings_of(subentry)
+            for subentry in self._entry.get_subentries_of_type(SUBENTRY_RESIDENT)
+        }
+        told = set((await self._store.async_load() or {}).get("told", ()))
+        for resident_id in sorted(told - wanted.keys()):
+            await self._async_remove(resident_id)
+        for resident_id, settings in wanted.items():
+            await self._client.put_resident(resident_id, settings)
+        if told != wanted.keys():
+            await self._store.async_save({"told": sorted(wanted)})
+
+    async def async_remove_all(self) -> None:
+        """Take every resident of this entry off the engine, as when the entry is deleted."""
+        for resident_id in (await self._store.async_load() or {}).get("told", ()):
+            await self._async_remove(resident_id)
+
+    async def _async_remove(self, resident_id: str) -> None:
+        try:
+            await self._client.delete_resident(resident_id)
+        except UnknownResident, NotFound:
+            return  # it is gone, which is what was wanted
+
+
+async def async_forget(hass: HomeAssistant, entry: FairhearthConfigEntry) -> None:
+    """Delete what is stored about an entry's residents."""
+    await _store(hass, entry).async_remove()
+
+
+def _store(hass: HomeAssistant, entry: ConfigEntry[Any]) -> Store[dict[str, list[str]]]:
+    return Store(hass, STORAGE_VERSION, f"{DOMAIN}.{entry.entry_id}")

@@ -1,0 +1,298 @@
+"""Sensors as tables: what is shown of a resident, of a workload class and of the engine, and how it is read.
+
+Times are the 95th percentile over the engine's window: nineteen of twenty waited no longer. Shares are shown
+as percentages. Values are rounded to what a person can use, so that the recorder is not filled with noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, override
+
+from homeassistant.components.sensor import (
+    SensorDeviceClass,
+    SensorEntity,
+    SensorEntityDescription,
+    SensorStateClass,
+)
+from homeassistant.const import PERCENTAGE, EntityCategory, UnitOfTime
+from homeassistant.core import HomeAssistant
+from homeassistant.helpers.device_registry import DeviceInfo
+from homeassistant.helpers.entity_platform import AddConfigEntryEntitiesCallback
+from homeassistant.helpers.typing import StateType
+
+from .attribution import GUEST, HOUSE, WorkloadClass
+from .const import CONF_DAILY_TOKENS, CONF_RESIDENT_ID, SUBENTRY_RESIDENT
+from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
+from .engine_client import ClassReport, FairnessSnapshot, Quantiles, ResidentReport
+from .entity import FairhearthEntity, account_device, account_key, engine_device, subentry_device
+
+PARALLEL_UPDATES = 0
+
+UNIT_TOKENS: Final = "tokens"
+UNIT_TOKENS_PER_SECOND: Final = "tokens/s"
+
+ACCOUNTS: Final = (GUEST, HOUSE)
+"""The engine's own residents, which have no subentry."""
+
+ENABLED_CLASSES: Final = frozenset({WorkloadClass.VOICE, WorkloadClass.CHAT, WorkloadClass.BACKGROUND})
+"""Classes that every household sees; the others can be enabled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FairhearthSensorDescription[ReportT](SensorEntityDescription):
+    """One sensor: how it looks, and how its value is read from a report."""
+
+    value_fn: Callable[[ReportT], StateType]
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else round(100 * share, 1)
+
+
+def _p95(quantiles: Quantiles) -> float | None:
+    return None if quantiles.p95 is None else round(quantiles.p95, 3)
+
+
+def _duration[ReportT: ClassReport](
+    key: str, read: Callable[[ReportT], Quantiles], *, is_enabled: bool = True, precision: int = 2
+) -> FairhearthSensorDescription[ReportT]:
+    return FairhearthSensorDescription(
+        key=key,
+        translation_key=key,
+        device_class=SensorDeviceClass.DURATION,
+        native_unit_of_measurement=UnitOfTime.SECONDS,
+        suggested_unit_of_measurement=UnitOfTime.SECONDS,
+        suggested_display_precision=precision,
+        state_class=SensorStateClass.MEASUREMENT,
+        entity_registry_enabled_default=is_enabled,
+        value_fn=lambda report: _p95(read(report)),
+    )
+
+
+def _counter[ReportT](
+    key: str, read: Callable[[ReportT], int], *, unit: str | None = UNIT_TOKENS, is_enabled: bool = True
+) -> FairhearthSensorDescription[ReportT]:
+    return FairhearthSensorDescription(
+        key=key,
+        translation_key=key,
+        native_unit_of_measurement=unit,
+        suggested_display_precision=0,
+        state_class=SensorStateClass.TOTAL_INCREASING,
+        entity_registry_enabled_default=is_enabled,
+        value_fn=read,
+    )
+
+
+def _gauge[ReportT](
+    key: str,
+    read: Callable[[ReportT], StateType],
+    *,
+    unit: str | None = None,
+    precision: int = 0,
+    is_enabled: bool = True,
+    category: EntityCategory | None = None,
+) -> FairhearthSensorDescription[ReportT]:
+    return FairhearthSensorDescription(
+        key=key,
+        translation_key=key,
+        native_unit_of_measurement=unit,
+        suggested_display_precision=precision,
+        state_class=SensorStateClass.MEASUREMENT,
+        entity_registry_enabled_default=is_enabled,
+        entity_category=category,
+        value_fn=read,
+    )
+
+
+RESIDENT_SENSORS: Final[tuple[FairhearthSensorDescription[ResidentReport], ...]] = (
+    _counter("tokens_served", lambda report: report.tokens_served),
+    _counter("prefill_tokens", lambda report: report.tokens.prefill, is_enabled=False),
+    _counter("decode_tokens", lambda report: report.tokens.decode, is_enabled=False),
+    _counter("cached_tokens", lambda report: report.tokens.cached, is_enabled=False),
+    _gauge("service_share", lambda report: _percent(report.service_share), unit=PERCENTAGE, precision=1),
+    _gauge("entitled_share", lambda report: _percent(report.entitled_share), unit=PERCENTAGE, precision=1),
+    _duration("queue_time_p95", lambda report: report.queue_time),
+    _duration("time_to_first_token_p95", lambda report: report.time_to_first_token),
+    _duration("inter_token_latency_p95", lambda report: report.inter_token_latency, precision=3),
+    _duration("completion_time_p95", lambda report: report.completion_time, is_enabled=False),
+    _gauge("requests_waiting", lambda report: report.requests_waiting),
+    _gauge("requests_running", lambda report: report.requests_running),
+    _counter("preemptions", lambda report: report.preemptions, unit=None),
+    _gauge("tokens_left_today", lambda report: report.tokens_left_today, unit=UNIT_TOKENS, is_enabled=False),
+)
+
+CLASS_SENSORS: Final[tuple[FairhearthSensorDescription[ClassReport], ...]] = (
+    _duration("queue_time_p95", lambda report: report.queue_time),
+    _duration("time_to_first_token_p95", lambda report: report.time_to_first_token),
+)
+"""Per class; key and name end in the class."""
+
+
+def _kv_memory_used(snapshot: FairnessSnapshot) -> float | None:
+    load = snapshot.engine
+    return _percent(load.kv_pages_used / load.kv_pages_total) if load.kv_pages_total else None
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+ENGINE_SENSORS: Final[tuple[FairhearthSensorDescription[FairnessSnapshot], ...]] = (
+    _gauge(
+        "kv_memory_used", _kv_memory_used, unit=PERCENTAGE, precision=1, category=EntityCategory.DIAGNOSTIC
+    ),
+    _gauge("requests_running", lambda snapshot: snapshot.engine.requests_running),
+    _gauge("requests_waiting", lambda snapshot: snapshot.engine.requests_waiting),
+    _gauge(
+        "tokens_per_second",
+        lambda snapshot: _rounded(snapshot.engine.tokens_per_second, 1),
+        unit=UNIT_TOKENS_PER_SECOND,
+        precision=1,
+    ),
+    _gauge("fairness_index", lambda snapshot: _rounded(snapshot.engine.fairness_index, 3), precision=2),
+    _counter("tokens_served", lambda snapshot: snapshot.engine.tokens_served),
+)
+
+
+async def async_setup_entry(
+    hass: HomeAssistant, entry: FairhearthConfigEntry, async_add_entities: AddConfigEntryEntitiesCallback
+) -> None:
+    """Add the engine's sensors, those of each resident, and those of the engine's own accounts."""
+    coordinator = entry.runtime_data
+    async_add_entities(_engine_sensors(coordinator))
+    for account in ACCOUNTS:
+        key, device_info = account_key(coordinator, account), account_device(coordinator, account)
+        async_add_entities(_resident_sensors(coordinator, key, account, device_info, has_quota=False))
+    for subentry in entry.get_subentries_of_type(SUBENTRY_RESIDENT):
+        async_add_entities(
+            _resident_sensors(
+                coordinator,
+                subentry.subentry_id,
+                subentry.data[CONF_RESIDENT_ID],
+                subentry_device(coordinator, subentry),
+                has_quota=subentry.data.get(CONF_DAILY_TOKENS) is not None,
+            ),
+            config_subentry_id=subentry.subentry_id,
+        )
+
+
+def _engine_sensors(coordinator: FairhearthCoordinator) -> Iterator[FairhearthSensor]:
+    for description in ENGINE_SENSORS:
+        yield EngineSensor(coordinator, description)
+    for workload_class in WorkloadClass:
+        for class_description in CLASS_SENSORS:
+            yield ClassSensor(coordinator, class_description, workload_class)
+
+
+def _resident_sensors(
+    coordinator: FairhearthCoordinator,
+    key: str,
+    resident_id: str,
+    device_info: DeviceInfo,
+    *,
+    has_quota: bool,
+) -> Iterator[FairhearthSensor]:
+    for description in RESIDENT_SENSORS:
+        if description.key == "tokens_left_today" and has_quota:
+            description = replace(description, entity_registry_enabled_default=True)
+        yield ResidentSensor(coordinator, description, key, resident_id, device_info)
+
+
+class FairhearthSensor(FairhearthEntity, SensorEntity):
+    """One value of the live picture."""
+
+    @override
+    def _shown(self) -> object:
+        return self.native_value
+
+
+class EngineSensor(FairhearthSensor):
+    """One value of the engine as a whole."""
+
+    entity_description: FairhearthSensorDescription[FairnessSnapshot]
+
+    def __init__(
+        self, coordinator: FairhearthCoordinator, description: FairhearthSensorDescription[FairnessSnapshot]
+    ) -> None:
+        """Show one value on the engine's device."""
+        unique_id = f"{coordinator.config_entry.entry_id}_{description.key}"
+        super().__init__(coordinator, unique_id, engine_device(coordinator))
+        self.entity_description = description
+
+    @property
+    @override
+    def native_value(self) -> StateType:
+        """Return the value in the latest picture."""
+        return self.entity_description.value_fn(self.coordinator.data)
+
+
+class ClassSensor(FairhearthSensor):
+    """One value of one workload class, on the engine's device."""
+
+    entity_description: FairhearthSensorDescription[ClassReport]
+
+    def __init__(
+        self,
+        coordinator: FairhearthCoordinator,
+        description: FairhearthSensorDescription[ClassReport],
+        workload_class: WorkloadClass,
+    ) -> None:
+        """Show one value of a class; its key and its name end in the class."""
+        key = f"{description.key}_{workload_class}"
+        super().__init__(
+            coordinator, f"{coordinator.config_entry.entry_id}_{key}", engine_device(coordinator)
+        )
+        self.entity_description = replace(
+            description,
+            key=key,
+            translation_key=key,
+            entity_registry_enabled_default=workload_class in ENABLED_CLASSES,
+        )
+        self._workload_class = workload_class
+
+    @property
+    @override
+    def available(self) -> bool:
+        """Return whether the engine is there and knows the class."""
+        return super().available and self._workload_class in self.coordinator.data.classes
+
+    @property
+    @override
+    def native_value(self) -> StateType:
+        """Return the value in the latest picture."""
+        report = self.coordinator.data.classes.get(self._workload_class)
+        return None if report is None else self.entity_description.value_fn(report)
+
+
+class ResidentSensor(FairhearthSensor):
+    """One value of one resident, on the resident's device."""
+
+    entity_description: FairhearthSensorDescription[ResidentReport]
+
+    def __init__(
+        self,
+        coordinator: FairhearthCoordinator,
+        description: FairhearthSensorDescription[ResidentReport],
+        key: str,
+        resident_id: str,
+        device_info: DeviceInfo,
+    ) -> None:
+        """Show one value of a resident; key makes its unique id, resident_id finds it in the picture."""
+        super().__init__(coordinator, f"{key}_{description.key}", device_info)
+        self.entity_description = description
+        self._resident_id = resident_id
+
+    @property
+    @override
+    def available(self) -> bool:
+        """Return whether the engine is there and knows the resident."""
+        return super().available and self._resident_id in self.coordinator.data.residents
+
+    @property
+    @override
+    def native_value(self) -> StateType:
+        """Return the value in the latest picture."""
+        report = self.coordinator.data.residents.get(self._resident_id)
+        return None if report is None else self.entity_description.value_fn(report)
