@@ -65,6 +65,20 @@ class NotFound(EngineError):
     http_status = 404
 
 
+class MethodNotAllowed(EngineError):
+    """The address exists but does not take this method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class RequestTooLarge(EngineError):
+    """The caller's body is larger than the engine reads."""
+
+    code = "request_too_large"
+    http_status = 413
+
+
 class PromptTooLong(EngineError):
     """The caller's prompt and output can never fit the memory its class may hold."""
 
@@ -83,6 +97,13 @@ class TooManyRequests(EngineError):
     """The resident has as many requests waiting as it may."""
 
     code = "too_many_requests"
+    http_status = 429
+
+
+class TooManyFailures(EngineError):
+    """The caller's address presented too many unknown tokens lately."""
+
+    code = "too_many_failures"
     http_status = 429
 
 

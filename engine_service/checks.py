@@ -1,0 +1,169 @@
+"""Validators for voluptuous that say what would be right, and one way to report what was wrong.
+
+Decides how a bad value is described. Knows neither the wire nor the settings; both are checked with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+import voluptuous as vol
+
+Validator = Callable[[Any], Any]
+E = TypeVar("E", bound=Enum)
+
+_SHOWN: Final = 60  #: characters of a bad value repeated in a message
+
+
+def shown(value: object) -> str:
+    """Return value as it may appear in a message: short, on one line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def whole_number(minimum: int | None = None, maximum: int | None = None) -> Validator:
+    """Accept an int (no bool, no float) in [minimum, maximum]."""
+    wanted = "a whole number" + _range(minimum, maximum)
+
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or _is_outside(value, minimum, maximum):
+            raise vol.Invalid(f"must be {wanted}, not {shown(value)}")
+        return value
+
+    return check
+
+
+def number(
+    minimum: float | None = None, maximum: float | None = None, *, above: float | None = None
+) -> Validator:
+    """Accept a finite int or float in [minimum, maximum], strictly greater than above; return a float."""
+    wanted = "a number" + (f" > {above:g}" if above is not None else "") + _range(minimum, maximum)
+
+    def check(value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or _is_outside(value, minimum, maximum):
+            raise vol.Invalid(f"must be {wanted}, not {shown(value)}")
+        if above is not None and value <= above:
+            raise vol.Invalid(f"must be {wanted}, not {shown(value)}")
+        return float(value)
+
+    return check
+
+
+def _range(minimum: float | None, maximum: float | None) -> str:
+    if minimum is not None and maximum is not None:
+        return f" from {minimum:g} to {maximum:g}"
+    if minimum is not None:
+        return f" >= {minimum:g}"
+    return f" <= {maximum:g}" if maximum is not None else ""
+
+
+def _is_outside(value: float, minimum: float | None, maximum: float | None) -> bool:
+    return (minimum is not None and value < minimum) or (maximum is not None and value > maximum)
+
+
+def _too_short(at_least: int, of_what: str) -> str:
+    return "must not be empty" if at_least == 1 else f"must have at least {at_least} {of_what}"
+
+
+def text(*, at_least: int = 0, at_most: int | None = None) -> Validator:
+    """Accept a string of at_least..at_most characters."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str):
+            raise vol.Invalid(f"must be a string, not {shown(value)}")
+        if len(value) < at_least:
+            raise vol.Invalid(_too_short(at_least, "characters"))
+        if at_most is not None and len(value) > at_most:
+            raise vol.Invalid(f"must have at most {at_most} characters, not {len(value)}")
+        return value
+
+    return check
+
+
+def boolean(value: Any) -> bool:
+    """Accept true or false, nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise vol.Invalid(f"must be true or false, not {shown(value)}")
+    return value
+
+
+def one_of(values: Iterable[str]) -> Validator:
+    """Accept one of the given strings."""
+    known = tuple(values)
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in known:
+            raise vol.Invalid(f"must be one of {', '.join(known)}, not {shown(value)}")
+        return value
+
+    return check
+
+
+def member(kind: type[E]) -> Validator:
+    """Accept the value of an Enum member and return the member."""
+    allowed = one_of(str(item.value) for item in kind)
+
+    def check(value: Any) -> E:
+        return kind(allowed(value))
+
+    return check
+
+
+def list_of(item: Validator, *, at_least: int = 0, at_most: int | None = None) -> Validator:
+    """Accept a list whose entries pass item."""
+
+    def check(value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise vol.Invalid(f"must be a list, not {shown(value)}")
+        if len(value) < at_least:
+            raise vol.Invalid(_too_short(at_least, "entries"))
+        if at_most is not None and len(value) > at_most:
+            raise vol.Invalid(f"must have at most {at_most} entries, not {len(value)}")
+        return [_entry(item, index, entry) for index, entry in enumerate(value)]
+
+    return check
+
+
+def _entry(item: Validator, index: int, entry: Any) -> Any:
+    try:
+        return item(entry)
+    except vol.Invalid as error:
+        error.prepend([index])
+        raise
+
+
+def table(keys: Mapping[Any, Any], *, what: str = "field") -> Validator:
+    """Accept an object with these keys only; a wrong key is answered with the nearest right one."""
+    schema = vol.Schema(dict(keys))
+    names = sorted(str(key) for key in keys)
+
+    def check(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise vol.Invalid(f"must be an object, not {shown(value)}")
+        for key in value:
+            if key not in names:
+                raise vol.Invalid(f"is not a known {what}{_nearest(str(key), names)}", path=[key])
+        result: dict[str, Any] = schema(value)
+        return result
+
+    return check
+
+
+def _nearest(key: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(names)}"
+
+
+def path_and_message(error: vol.Invalid) -> tuple[str, str]:
+    """Return where (`messages[0].content`) and what was wrong, for the first fault found."""
+    first = error.errors[0] if isinstance(error, vol.MultipleInvalid) else error
+    path = ""
+    for part in first.path:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    message = first.error_message
+    return path, "is missing" if message == "required key not provided" else message

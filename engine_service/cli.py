@@ -1,0 +1,251 @@
+"""The command `fairhearth`: read settings, build, serve, drain. No logic of its own.
+
+Exit codes: 0 served and drained, 2 bad settings or usage, 3 the address is taken or cannot be used, 4 the
+model cannot be loaded, 1 anything else. Standard output carries one line, `READY http://host:port`; all else
+goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from engine_service import __version__
+from engine_service.backends.base import Backend, BackendError, ModelError
+from engine_service.engine.loop import Engine
+from engine_service.errors import SettingsError
+from engine_service.logs import set_up_logging
+from engine_service.scheduling.baseline import FirstComeFirstServed
+from engine_service.scheduling.scheduler import Scheduler
+from engine_service.server.residents import merged
+from engine_service.server.serving import bind, build_service, serving, url_of
+from engine_service.settings import (
+    FILE_NAME,
+    TOKEN_VARIABLE,
+    BackendName,
+    NamedResident,
+    Overrides,
+    SchedulerName,
+    Scope,
+    Settings,
+    TokenSetting,
+    load,
+)
+from engine_service.state import StateFolder
+
+EXIT_OK: Final = 0
+EXIT_SETTINGS: Final = 2
+EXIT_ADDRESS: Final = 3
+EXIT_MODEL: Final = 4
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class _AddressError(Exception):
+    """The address cannot be listened on; the message says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        settings = load(parsed.config, _overrides(parsed))
+        state = StateFolder(settings.paths.state_dir)
+        if parsed.command == "token":
+            return _show_token(settings, state)
+        return _serve(settings, state)
+    except SettingsError as error:
+        return _fail(EXIT_SETTINGS, error.message)
+    except _AddressError as error:
+        return _fail(EXIT_ADDRESS, str(error))
+    except (ModelError, BackendError) as error:
+        return _fail(EXIT_MODEL, str(error))
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted before the engine was ready")
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"fairhearth: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+# --- arguments ---
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fairhearth", description="Schedules one household accelerator fairly: voice first."
+    )
+    parser.add_argument("--version", action="version", version=f"fairhearth {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"settings (default: ./{FILE_NAME} if there)"
+    )
+    common.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="where identity, token and residents are kept"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_serve(commands.add_parser("serve", parents=[common], help="load the model and serve"))
+    commands.add_parser("token", parents=[common], help="say where the bearer token is")
+    return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default: 8321)")
+    serve.add_argument("--model", type=Path, metavar="PATH", help="a GGUF file (default: the embedded model)")
+    serve.add_argument("--backend", choices=[name.value for name in BackendName])
+    serve.add_argument("--policy", choices=[name.value for name in SchedulerName])
+    serve.add_argument("--threads", type=int, metavar="N", help="processor threads of the backend")
+    serve.add_argument("--context-tokens", type=int, metavar="N", help="token slots of the KV cache, in all")
+    serve.add_argument("--max-sequences", type=int, metavar="N", help="requests that run at once")
+    serve.add_argument("--token", metavar="T", help=f"bearer token (better: the variable {TOKEN_VARIABLE})")
+    serve.add_argument("--cache-dir", type=Path, metavar="DIR", help="where converted models are kept")
+    serve.add_argument(
+        "--event-log", type=Path, metavar="FILE", help="write what the scheduler saw, for replay"
+    )
+    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
+
+
+def _overrides(parsed: argparse.Namespace) -> Overrides:
+    given = {key: value for key, value in vars(parsed).items() if key not in ("command", "config")}
+    return Overrides(**given)
+
+
+# --- fairhearth token ---
+
+
+def _show_token(settings: Settings, state: StateFolder) -> int:
+    if settings.server.tokens:
+        print("the tokens are those of the settings; none is kept in the state folder")
+    elif state.token_path.exists():
+        print(state.token_path)
+    else:
+        print(f"{state.token_path} (made when the engine first starts)")
+    return EXIT_OK
+
+
+# --- fairhearth serve ---
+
+
+def _serve(settings: Settings, state: StateFolder) -> int:
+    set_up_logging(settings.log)
+    kept = state.residents()
+    tokens = _tokens(settings, state)
+    bound = _bound(settings)
+    try:
+        backend = _opened(settings)
+        engine = _engine(settings, merged(settings.residents, kept), backend)
+        asyncio.run(_run(engine, settings, state, tokens, kept, bound))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # Another engine bound the same port while both loaded their models, and listened first.
+        raise _AddressError(f"cannot listen on {url_of(bound)}: {error.strerror}") from None
+    finally:
+        bound.close()
+    return EXIT_OK
+
+
+def _tokens(settings: Settings, state: StateFolder) -> tuple[TokenSetting, ...]:
+    if settings.server.tokens:
+        return settings.server.tokens
+    token, is_new = state.token()
+    if is_new:
+        print(f"fairhearth: a token was made: {token} (kept in {state.token_path})", file=sys.stderr)
+    return (TokenSetting(name="state", token=token, scopes=frozenset({Scope.ADMIN})),)
+
+
+def _bound(settings: Settings) -> socket.socket:
+    host, port = settings.server.host, settings.server.port
+    try:
+        return bind(host, port)
+    except OSError as error:
+        raise _AddressError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def _progress(sentence: str) -> None:
+    print(f"fairhearth: {sentence}", file=sys.stderr, flush=True)
+
+
+def _opened(settings: Settings) -> Backend:
+    """Load the model. Backends are imported here, so that one does not need the libraries of another."""
+    model = settings.model
+    match model.backend:
+        case BackendName.LLAMA_CPP:
+            from engine_service.backends.llama_cpp import open_backend
+
+            return open_backend(
+                model.path,
+                cache_dir=settings.paths.cache_dir,
+                context_tokens=model.context_tokens,
+                max_sequences=model.max_sequences,
+                threads=model.threads,
+                requantise=model.requantise,
+                progress=_progress,
+            )
+        case BackendName.SIMULATED:
+            from engine_service.backends.simulated import SimulatedBackend
+
+            return SimulatedBackend(context_tokens=model.context_tokens, max_sequences=model.max_sequences)
+
+
+def _engine(settings: Settings, residents: tuple[NamedResident, ...], backend: Backend) -> Engine:
+    return Engine(
+        backend,
+        policy=settings.policy,
+        residents=[entry.resident for entry in residents],
+        names={entry.resident_id: entry.name for entry in residents},
+        scheduler=_scheduler(settings),
+        rebuild=lambda: _opened(settings),
+        zone=settings.time_zone,
+        event_log=settings.event_log,
+        policy_name=settings.scheduler.value,
+    )
+
+
+def _scheduler(settings: Settings) -> Scheduler | None:
+    if settings.scheduler is SchedulerName.FIFO:
+        return FirstComeFirstServed(settings.policy)
+    return None
+
+
+async def _run(
+    engine: Engine,
+    settings: Settings,
+    state: StateFolder,
+    tokens: tuple[TokenSetting, ...],
+    kept: tuple[NamedResident, ...],
+    bound: socket.socket,
+) -> None:
+    stop = _stop_on_signals()
+    service = build_service(engine, settings, state=state, tokens=tokens, kept=kept)
+    server = settings.server
+    async with serving(service, bound, max_body_bytes=server.max_body_bytes, drain_s=server.drain_s):
+        print(f"READY {url_of(bound)}", flush=True)
+        await stop.wait()
+        _progress("stopping: running answers may finish")
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Return an event set by the first SIGTERM or SIGINT; a second one ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stopped(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped, number)
+    return stop

@@ -1,0 +1,725 @@
+"""The messages a caller sends: what is accepted, and the frozen objects they become.
+
+Decides which field is legal and says what would be right. Knows no engine, no chat template and no HTTP;
+what the engine answers is written by `engine_service/server/replies.py`. Source: docs/wire.md; the golden
+files under tests/contract hold both sides of the wire together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, TypeVar
+
+import voluptuous as vol
+
+from engine_service.checks import (
+    boolean,
+    list_of,
+    member,
+    number,
+    one_of,
+    path_and_message,
+    shown,
+    table,
+    text,
+    whole_number,
+)
+from engine_service.errors import InvalidRequest
+from engine_service.scheduling.model import GUEST, SYSTEM, Resident, ResidentId, WorkloadClass
+
+SCHEMA_VERSION: Final = 1
+
+Json = Mapping[str, Any]
+T = TypeVar("T")
+
+MAX_STOPS: Final = 16
+MAX_TOOLS: Final = 128
+MAX_TOP_LOGPROBS: Final = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """Who asks and how: the `fairhearth` object of a request."""
+
+    resident_id: ResidentId = GUEST
+    class_id: WorkloadClass = WorkloadClass.CHAT
+    program_id: str | None = None
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the object as it is sent."""
+        who = {"resident": self.resident_id, "workload_class": self.class_id.value}
+        return who | _without_none({"program": self.program_id})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call an earlier assistant message made."""
+
+    call_id: str
+    name: str
+    arguments: str  #: JSON of an object
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the call as it is sent, in requests and answers alike."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One entry of the conversation."""
+
+    role: str
+    content: str | None = None
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the message as it is sent; only an assistant that calls may have null content."""
+        optional = {
+            "name": self.name,
+            "tool_calls": [call.as_wire() for call in self.tool_calls] or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
+        return {"role": self.role, "content": self.content} | _without_none(optional)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function the model may call. parameters is the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the tool as it is sent."""
+        optional = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
+        return {"type": "function", "function": {"name": self.name} | _without_none(optional)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFormat:
+    """What the text must be: `text`, `json_object` or `json_schema`."""
+
+    kind: str
+    name: str | None = None
+    schema: Json | None = None
+    strict: bool | None = None
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the format as it is sent."""
+        inner = _without_none({"name": self.name, "strict": self.strict, "schema": self.schema})
+        return {"type": self.kind} | ({"json_schema": inner} if inner else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to generate, common to chat and text completion. None: the engine's own default."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    num_logprobs: int | None = None
+    extension: Extension | None = None
+
+    @property
+    def caller(self) -> Extension:
+        """Return who asks, the guest chatting if nothing was said."""
+        return self.extension or Extension()
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the fields as they are sent, those left at their default left out."""
+        sent: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN_OPTIONS}
+        sent["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()} or None
+        sent["stop"] = list(self.stop) or None
+        sent["ignore_eos"] = self.ignore_eos or None
+        sent["stream"] = self.stream or None
+        sent["stream_options"] = {"include_usage": True} if self.include_usage else None
+        sent["fairhearth"] = self.extension.as_wire() if self.extension else None
+        return _without_none(sent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """POST /v1/chat/completions."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str | None = None  #: auto, none, required
+    named_tool: str | None = None  #: the one tool that must be called
+    response_format: ResponseFormat | None = None
+    options: Options = field(default_factory=Options)
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        sent: dict[str, Any] = {
+            "messages": [message.as_wire() for message in self.messages],
+            "tools": [tool.as_wire() for tool in self.tools] or None,
+            "tool_choice": self._choice_as_wire(),
+            "response_format": self.response_format.as_wire() if self.response_format else None,
+        }
+        if self.options.num_logprobs is not None:
+            sent |= {"logprobs": True, "top_logprobs": self.options.num_logprobs}
+        return _without_none(sent) | self.options.as_wire()
+
+    def _choice_as_wire(self) -> Any:
+        named = {"type": "function", "function": {"name": self.named_tool}}
+        return named if self.named_tool else self.tool_choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """POST /v1/completions."""
+
+    prompt: str | tuple[int, ...]
+    options: Options = field(default_factory=Options)
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
+        return (
+            {"prompt": prompt}
+            | _without_none({"logprobs": self.options.num_logprobs})
+            | self.options.as_wire()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRequest:
+    """POST /v1/prefix."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        tools = {"tools": [tool.as_wire() for tool in self.tools] or None}
+        return {"messages": [message.as_wire() for message in self.messages]} | _without_none(tools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentRequest:
+    """PUT /v1/residents/{id}."""
+
+    name: str | None = None
+    weight: int = 1
+    daily_tokens: int | None = None
+    daily_is_hard: bool = False
+    page_cap: int | None = None
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        return {
+            "name": self.name,
+            "weight": self.weight,
+            "daily_tokens": self.daily_tokens,
+            "daily_is_hard": self.daily_is_hard,
+            "page_cap": self.page_cap,
+        }
+
+    def resident(self, resident_id: ResidentId) -> Resident:
+        """Return the scheduler's view of the resident."""
+        return Resident(
+            resident_id=resident_id,
+            weight=self.weight,
+            daily_tokens=self.daily_tokens,
+            daily_is_hard=self.daily_is_hard,
+            page_cap=self.page_cap,
+        )
+
+
+def _without_none(sent: Json) -> dict[str, Any]:
+    return {key: value for key, value in sent.items() if value is not None}
+
+
+# --- what is accepted ---
+
+
+def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Accept null, which OpenAI clients send for "not set", or what check accepts."""
+    return lambda value: None if value is None else check(value)
+
+
+def _unused(_: Any) -> None:
+    """Accept anything: an OpenAI field that changes nothing here."""
+
+
+def _exactly_one(value: Any) -> int:
+    if value is not None and (value != 1 or isinstance(value, bool)):
+        raise vol.Invalid(f"must be 1 (ask again for another answer), not {shown(value)}")
+    return 1
+
+
+def _text_only(value: Any) -> None:
+    if value is not None and value != ["text"]:
+        raise vol.Invalid(f'must be ["text"]: this engine hears and draws nothing, not {shown(value)}')
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stop = text(at_least=1, at_most=256)
+    return (stop(value),) if isinstance(value, str) else tuple(list_of(stop, at_most=MAX_STOPS)(value))
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise vol.Invalid(f"must be an object of token id to number, not {shown(value)}")
+    if len(value) > 1024:
+        raise vol.Invalid(f"must have at most 1024 entries, not {len(value)}")
+    bias = {}
+    for key, weight in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise vol.Invalid(f"must have token ids as keys, not {shown(key)}")
+        bias[int(key)] = number(-100, 100)(weight)
+    return bias
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, str):
+        return str(text()(value))
+    if not isinstance(value, list):
+        raise vol.Invalid(f"must be a string or a list of text parts, not {shown(value)}")
+    return "".join(list_of(_part)(value))
+
+
+def _part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind != "text":
+        raise vol.Invalid(
+            f'must be {{"type": "text", "text": …}} (this engine reads text), not {shown(value)}'
+        )
+    return str(table({vol.Required("type"): str, vol.Required("text"): text()})(value)["text"])
+
+
+def _arguments(value: Any) -> str:
+    checked: str = text()(value)
+    try:
+        is_object = isinstance(_loads(checked or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise vol.Invalid(f"must be the JSON text of an object, not {shown(value)}")
+    return checked or "{}"
+
+
+_NAME: Final = text(at_least=1, at_most=256)
+
+
+def _tool_name(value: Any) -> str:
+    name: str = text(at_least=1, at_most=128)(value)
+    if not all(c.isascii() and (c.isalnum() or c in "_-.") for c in name):
+        raise vol.Invalid(f"must consist of letters, digits, '_', '-' and '.', not {shown(value)}")
+    return name
+
+
+_TOOL_CALL: Final = table(
+    {
+        vol.Required("id"): _NAME,
+        vol.Required("type", default="function"): one_of(["function"]),
+        vol.Required("function"): table(
+            {vol.Required("name"): _tool_name, vol.Required("arguments"): _arguments}
+        ),
+        vol.Optional("index"): _unused,
+    }
+)
+
+_MESSAGE: Final = table(
+    {
+        vol.Required("role"): one_of(["system", "developer", "user", "assistant", "tool"]),
+        vol.Optional("content"): _or_none(_content),
+        vol.Optional("name"): _or_none(_NAME),
+        vol.Optional("tool_calls"): _or_none(list_of(_TOOL_CALL, at_most=MAX_TOOLS)),
+        vol.Optional("tool_call_id"): _or_none(_NAME),
+        vol.Optional("reasoning_content"): _or_none(text()),
+        vol.Optional("refusal"): _unused,
+        vol.Optional("annotations"): _unused,
+        vol.Optional("audio"): _unused,
+    }
+)
+
+
+def _message(value: Any) -> Message:
+    raw = _MESSAGE(value)
+    role, calls, content = raw["role"], raw.get("tool_calls") or [], raw.get("content")
+    if role == "tool" and raw.get("tool_call_id") is None:
+        raise vol.Invalid("is missing: a tool message names the call it answers", path=["tool_call_id"])
+    if calls and role != "assistant":
+        raise vol.Invalid("belongs to messages of the role assistant only", path=["tool_calls"])
+    if content is None and not calls:
+        raise vol.Invalid("is missing", path=["content"])
+    return Message(
+        role=role,
+        content=content,
+        name=raw.get("name"),
+        tool_calls=tuple(
+            ToolCall(call_id=c["id"], name=c["function"]["name"], arguments=c["function"]["arguments"])
+            for c in calls
+        ),
+        tool_call_id=raw.get("tool_call_id"),
+        reasoning_content=raw.get("reasoning_content"),
+    )
+
+
+def _schema_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise vol.Invalid(f"must be a JSON schema (an object), not {shown(value)}")
+    return value
+
+
+_TOOL: Final = table(
+    {
+        vol.Required("type"): one_of(["function"]),
+        vol.Required("function"): table(
+            {
+                vol.Required("name"): _tool_name,
+                vol.Optional("description"): _or_none(text()),
+                vol.Optional("parameters"): _or_none(_schema_object),
+                vol.Optional("strict"): _or_none(boolean),
+            }
+        ),
+    }
+)
+
+
+def _tool(value: Any) -> Tool:
+    return Tool(**_TOOL(value)["function"])
+
+
+def _tools(value: Any) -> tuple[Tool, ...]:
+    tools: list[Tool] = list_of(_tool, at_most=MAX_TOOLS)(value)
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise vol.Invalid(f"is named {name!r} like an earlier tool; names must differ", path=[index])
+    return tuple(tools)
+
+
+_NAMED_TOOL: Final = table(
+    {
+        vol.Required("type"): one_of(["function"]),
+        vol.Required("function"): table({vol.Required("name"): _tool_name}),
+    }
+)
+
+
+def _tool_choice(value: Any) -> str | tuple[str]:
+    """Return auto, none or required; a 1-tuple holds the name of the one tool."""
+    if isinstance(value, dict):
+        return (_NAMED_TOOL(value)["function"]["name"],)
+    if value not in ("auto", "none", "required"):
+        raise vol.Invalid(
+            'must be auto, none, required or {"type": "function", "function": {"name": …}}, '
+            f"not {shown(value)}"
+        )
+    return str(value)
+
+
+_JSON_SCHEMA: Final = table(
+    {
+        vol.Required("name"): _NAME,
+        vol.Required("schema"): _schema_object,
+        vol.Optional("strict"): _or_none(boolean),
+        vol.Optional("description"): _unused,
+    }
+)
+_RESPONSE_FORMAT: Final = table(
+    {
+        vol.Required("type"): one_of(["text", "json_object", "json_schema"]),
+        vol.Optional("json_schema"): _JSON_SCHEMA,
+    }
+)
+
+
+def _response_format(value: Any) -> ResponseFormat:
+    raw = _RESPONSE_FORMAT(value)
+    if (raw["type"] == "json_schema") != ("json_schema" in raw):
+        wanted = "is missing" if raw["type"] == "json_schema" else "belongs to the type json_schema only"
+        raise vol.Invalid(wanted, path=["json_schema"])
+    inner = raw.get("json_schema", {})
+    return ResponseFormat(
+        kind=raw["type"], name=inner.get("name"), schema=inner.get("schema"), strict=inner.get("strict")
+    )
+
+
+def _class(value: Any) -> WorkloadClass:
+    return member(WorkloadClass)(value)  # type: ignore[no-any-return]
+
+
+_EXTENSION: Final = table(
+    {
+        vol.Optional("resident"): _or_none(text(at_least=1, at_most=64)),
+        vol.Optional("workload_class"): _or_none(_class),
+        vol.Optional("program"): _or_none(_NAME),
+    }
+)
+
+
+def _extension(value: Any) -> Extension:
+    raw = _EXTENSION(value)
+    return Extension(
+        resident_id=ResidentId(raw.get("resident") or GUEST),
+        class_id=raw.get("workload_class") or WorkloadClass.CHAT,
+        program_id=raw.get("program"),
+    )
+
+
+_OPTIONS: Final[Mapping[Any, Any]] = {
+    vol.Optional("model"): _or_none(text(at_most=256)),
+    vol.Optional("max_tokens"): _or_none(whole_number(1)),
+    vol.Optional("temperature"): _or_none(number(0, 100)),
+    vol.Optional("top_p"): _or_none(number(maximum=1, above=0)),
+    vol.Optional("top_k"): _or_none(whole_number(0, 2**31 - 1)),
+    vol.Optional("min_p"): _or_none(number(0, 1)),
+    vol.Optional("repetition_penalty"): _or_none(number(maximum=100, above=0)),
+    vol.Optional("presence_penalty"): _or_none(number(-2, 2)),
+    vol.Optional("frequency_penalty"): _or_none(number(-2, 2)),
+    vol.Optional("seed"): _or_none(whole_number(-(2**63), 2**64 - 1)),
+    vol.Optional("logit_bias"): _or_none(_logit_bias),
+    vol.Optional("stop"): _or_none(_stops),
+    vol.Optional("ignore_eos"): _or_none(boolean),
+    vol.Optional("stream"): _or_none(boolean),
+    vol.Optional("stream_options"): _or_none(
+        table(
+            {vol.Optional("include_usage"): _or_none(boolean), vol.Optional("include_obfuscation"): _unused}
+        )
+    ),
+    vol.Optional("fairhearth"): _or_none(_extension),
+    vol.Optional("n"): _exactly_one,
+}
+
+UNUSED: Final = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "reasoning_effort",
+    "verbosity",
+)
+"""OpenAI fields accepted and ignored, whatever they hold."""
+
+_UNUSED_FIELDS: Final = {vol.Optional(name): _unused for name in UNUSED}
+
+_CHAT: Final = table(
+    {
+        **_OPTIONS,
+        **_UNUSED_FIELDS,
+        vol.Required("messages"): list_of(_message, at_least=1, at_most=10_000),
+        vol.Optional("tools"): _or_none(_tools),
+        vol.Optional("tool_choice"): _or_none(_tool_choice),
+        vol.Optional("response_format"): _or_none(_response_format),
+        vol.Optional("max_completion_tokens"): _or_none(whole_number(1)),
+        vol.Optional("logprobs"): _or_none(boolean),
+        vol.Optional("top_logprobs"): _or_none(whole_number(0, MAX_TOP_LOGPROBS)),
+        vol.Optional("modalities"): _text_only,
+    }
+)
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]  # a batch of one, as some clients send it
+    if isinstance(value, str):
+        return str(text(at_least=1)(value))
+    if not isinstance(value, list) or any(isinstance(entry, str | list) for entry in value):
+        raise vol.Invalid(f"must be one string or one list of token ids, not {shown(value)}")
+    return tuple(list_of(whole_number(0), at_least=1)(value))
+
+
+def _not_supported(neutral: object) -> Callable[[Any], None]:
+    """Accept only the value that asks for nothing."""
+
+    def check(value: Any) -> None:
+        if value != neutral:
+            raise vol.Invalid(f"is not supported here: leave it out, do not send {shown(value)}")
+
+    return check
+
+
+_COMPLETION: Final = table(
+    {
+        **_OPTIONS,
+        **_UNUSED_FIELDS,
+        vol.Required("prompt"): _prompt,
+        vol.Optional("logprobs"): _or_none(whole_number(0, MAX_TOP_LOGPROBS)),
+        vol.Optional("best_of"): _exactly_one,
+        vol.Optional("echo"): _or_none(_not_supported(False)),
+        vol.Optional("suffix"): _or_none(_not_supported("")),
+    }
+)
+
+
+_PREFIX: Final = table(
+    {
+        vol.Optional("model"): _or_none(text(at_most=256)),
+        vol.Required("messages"): list_of(_message, at_least=1, at_most=10_000),
+        vol.Optional("tools"): _or_none(_tools),
+    }
+)
+
+_RESIDENT: Final = table(
+    {
+        vol.Optional("name"): _or_none(text(at_least=1, at_most=128)),
+        vol.Optional("weight"): whole_number(1, 1_000_000),
+        vol.Optional("daily_tokens"): _or_none(whole_number(1)),
+        vol.Optional("daily_is_hard"): boolean,
+        vol.Optional("page_cap"): _or_none(whole_number(1)),
+    }
+)
+
+
+# --- from bytes to messages ---
+
+
+def parse_json(body: bytes) -> Any:
+    """Return the JSON value of a request body; raise InvalidRequest naming what is wrong with it."""
+    try:
+        content = body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} cannot be read") from None
+    try:
+        value = _loads(content)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    if "\\u" in content:
+        _refuse_half_characters(value)
+    return value
+
+
+def _refuse_half_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            "the body holds half of a surrogate pair (\\ud800 to \\udfff alone), which is no character"
+        ) from None
+
+
+def _loads(content: str) -> Any:
+    return json.loads(content, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _checked(check: Callable[[Any], T], value: Any) -> T:
+    try:
+        return check(value)
+    except vol.Invalid as error:
+        path, message = path_and_message(error)
+        raise InvalidRequest(f"{path or 'the body'} {message}", param=path or None) from None
+
+
+def parse_chat_request(value: Any) -> ChatRequest:
+    """Return the message of POST /v1/chat/completions; raise InvalidRequest naming the field."""
+    raw = _checked(_CHAT, value)
+    choice = raw.get("tool_choice")
+    named = choice[0] if isinstance(choice, tuple) else None
+    tools = raw.get("tools") or ()
+    _check_choice(choice, named, tools)
+    if raw.get("top_logprobs") is not None and not raw.get("logprobs"):
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    raw["max_tokens"] = raw.get("max_completion_tokens") or raw.get("max_tokens")
+    return ChatRequest(
+        messages=tuple(raw["messages"]),
+        tools=tools,
+        tool_choice=None if named else choice,
+        named_tool=named,
+        response_format=raw.get("response_format"),
+        options=_options(raw, num_logprobs=(raw.get("top_logprobs") or 0) if raw.get("logprobs") else None),
+    )
+
+
+def _check_choice(choice: Any, named: str | None, tools: tuple[Tool, ...]) -> None:
+    if choice not in (None, "none", "auto") and not tools:
+        raise InvalidRequest("tool_choice asks for a call, but tools is empty", param="tool_choice")
+    if named and named not in [tool.name for tool in tools]:
+        known = ", ".join(tool.name for tool in tools)
+        raise InvalidRequest(
+            f"tool_choice.function.name must be one of {known}, not {named!r}",
+            param="tool_choice.function.name",
+        )
+
+
+def parse_completion_request(value: Any) -> CompletionRequest:
+    """Return the message of POST /v1/completions; raise InvalidRequest naming the field."""
+    raw = _checked(_COMPLETION, value)
+    return CompletionRequest(prompt=raw["prompt"], options=_options(raw, num_logprobs=raw.get("logprobs")))
+
+
+def _options(raw: Json, *, num_logprobs: int | None) -> Options:
+    return Options(
+        **{name: raw.get(name) for name in _PLAIN_OPTIONS},
+        logit_bias=raw.get("logit_bias") or {},
+        stop=raw.get("stop") or (),
+        ignore_eos=bool(raw.get("ignore_eos")),
+        stream=bool(raw.get("stream")),
+        include_usage=bool((raw.get("stream_options") or {}).get("include_usage")),
+        num_logprobs=num_logprobs,
+        extension=raw.get("fairhearth"),
+    )
+
+
+_PLAIN_OPTIONS: Final = (
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+
+def parse_prefix_request(value: Any) -> PrefixRequest:
+    """Return the message of POST /v1/prefix; raise InvalidRequest naming the field."""
+    raw = _checked(_PREFIX, value)
+    return PrefixRequest(messages=tuple(raw["messages"]), tools=raw.get("tools") or ())
+
+
+def parse_resident_request(value: Any) -> ResidentRequest:
+    """Return the message of PUT /v1/residents/{id}; raise InvalidRequest naming the field."""
+    return ResidentRequest(**_checked(_RESIDENT, value))
+
+
+def parse_resident_id(value: str) -> ResidentId:
+    """Return a legal resident id; raise InvalidRequest saying what one looks like."""
+    is_legal = 1 <= len(value) <= 64 and all(c in "abcdefghijklmnopqrstuvwxyz0123456789_-." for c in value)
+    if not is_legal:
+        raise InvalidRequest(
+            f"a resident id is 1 to 64 of a-z, 0-9, '_', '-', '.'; {shown(value)} is not", param="resident"
+        )
+    if value == SYSTEM:
+        raise InvalidRequest("'system' is the engine's own account; choose another id", param="resident")
+    return ResidentId(value)

@@ -1,0 +1,1 @@
+"""One module per subject; each handler reads a message, asks the engine, writes a message."""

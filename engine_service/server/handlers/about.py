@@ -1,0 +1,65 @@
+"""Who answers, whether it is well, which model it serves, its numbers."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from engine_service.errors import EngineStopping
+from engine_service.server.meters import CONTENT_TYPE
+from engine_service.server.replies import error_body
+from engine_service.server.service import CALLER, SERVICE, respond
+
+
+async def health(request: web.Request) -> web.StreamResponse:
+    """GET /health: the process answers."""
+    return respond({"status": "ok"} | request.app[SERVICE].identity())
+
+
+async def ready(request: web.Request) -> web.StreamResponse:
+    """GET /ready: new work would be served."""
+    service = request.app[SERVICE]
+    if service.engine.is_ready and not service.stopping.is_set():
+        return respond({"ready": True} | service.identity())
+    reason = "the engine is stopping, has failed, or has work and completes no iteration"
+    error = EngineStopping(reason, retry_after_s=5.0)
+    body = {"ready": False} | service.identity() | error_body(error)
+    return respond(body, status=503, headers={"Retry-After": "5"})
+
+
+async def engine(request: web.Request) -> web.StreamResponse:
+    """GET /v1/engine: what serves here and what this token may do."""
+    service = request.app[SERVICE]
+    info = service.engine.info
+    identity = service.identity()
+    return respond(
+        {
+            "engine_id": identity["engine_id"],
+            "name": service.name,
+            "version": identity["version"],
+            "schema_version": identity["schema_version"],
+            "backend": info.backend,
+            "model": info.name,
+            "max_context_tokens": info.max_context_tokens,
+            "can_embed": info.can_embed,
+            "policy": service.engine.policy_name,
+            "scopes": sorted(scope.value for scope in request[CALLER].scopes),
+        }
+    )
+
+
+async def models(request: web.Request) -> web.StreamResponse:
+    """GET /v1/models: OpenAI's list of the one model."""
+    service = request.app[SERVICE]
+    model = {
+        "id": service.engine.info.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "fairhearth",
+    }
+    return respond({"object": "list", "data": [model]})
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """GET /metrics: Prometheus."""
+    body = request.app[SERVICE].meters.exposition()
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

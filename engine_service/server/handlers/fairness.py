@@ -1,0 +1,69 @@
+"""Who is served, who waits, and what each share comes to: one look, or a stream of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any, Final
+
+from aiohttp import web
+
+from engine_service.server.service import SERVICE, Service, respond
+from engine_service.server.streaming import EventStream, ReaderGone
+
+MIN_INTERVAL_S: Final = 1.0
+
+
+def snapshot(service: Service) -> dict[str, Any]:
+    """Return the message of docs/wire.md as of now."""
+    info = service.engine.info
+    return {
+        **service.identity(),
+        "backend": info.backend,
+        "policy": service.engine.policy_name,
+        "at": round(time.time(), 3),
+        **service.engine.snapshot().as_dict(),
+    }
+
+
+async def once(request: web.Request) -> web.StreamResponse:
+    """GET /v1/fairness."""
+    return respond(snapshot(request.app[SERVICE]))
+
+
+async def stream(request: web.Request) -> web.StreamResponse:
+    """GET /v1/fairness/stream: at once, then at most once a second when something changed."""
+    service = request.app[SERVICE]
+    events = EventStream(request)
+    with contextlib.suppress(ReaderGone):
+        async with events:
+            await _send_changes(service, events)
+    return events.response
+
+
+async def _send_changes(service: Service, events: EventStream) -> None:
+    """Send snapshots until the service stops."""
+    version = -1
+    while not service.stopping.is_set():
+        version = await _next_version(service, version)
+        await events.send(snapshot(service), event="fairness")
+        await _pause(service, MIN_INTERVAL_S)
+
+
+async def _next_version(service: Service, after: int) -> int:
+    """Wait for a change or the service's end; return the version seen last."""
+    changed = asyncio.ensure_future(service.engine.changed(after=after))
+    stopping = asyncio.ensure_future(service.stopping.wait())
+    try:
+        await asyncio.wait({changed, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return changed.result() if changed.done() else after
+    finally:
+        changed.cancel()
+        stopping.cancel()
+
+
+async def _pause(service: Service, seconds: float) -> None:
+    """Wait, but not longer than the service lasts."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(service.stopping.wait(), seconds)

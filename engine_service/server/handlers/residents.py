@@ -1,0 +1,33 @@
+"""The residents: list, create or replace, remove."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from engine_service.protocol import parse_resident_id, parse_resident_request
+from engine_service.server.replies import resident_body
+from engine_service.server.service import SERVICE, read_json, respond
+from engine_service.settings import named
+
+
+async def list_all(request: web.Request) -> web.StreamResponse:
+    """GET /v1/residents."""
+    entries = request.app[SERVICE].residents.all()
+    return respond({"residents": [resident_body(entry) for entry in entries]})
+
+
+async def put(request: web.Request) -> web.StreamResponse:
+    """PUT /v1/residents/{id}."""
+    resident_id = parse_resident_id(request.match_info["resident_id"])
+    entry = named(resident_id, parse_resident_request(await read_json(request)))
+    await request.app[SERVICE].residents.put(entry)
+    return respond(resident_body(entry))
+
+
+async def delete(request: web.Request) -> web.StreamResponse:
+    """DELETE /v1/residents/{id}."""
+    resident_id = parse_resident_id(request.match_info["resident_id"])
+    service = request.app[SERVICE]
+    await service.residents.remove(resident_id)
+    service.meters.forget(resident_id)
+    return web.Response(status=204)

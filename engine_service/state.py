@@ -1,0 +1,114 @@
+"""The state folder: what the engine itself wrote and must find again after a restart.
+
+    engine_id        who this engine is, for clients that remember it
+    token            the bearer token made on the first start (mode 0600)
+    residents.json   residents set through the API, in the wire's own form
+
+Decides nothing. Every file is replaced as a whole, so that a power cut leaves the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine_service.errors import InvalidRequest, SettingsError
+from engine_service.protocol import ResidentRequest, parse_json, parse_resident_id, parse_resident_request
+from engine_service.settings import NamedResident, named
+
+
+class StateFolder:
+    """Reads and writes the engine's own files."""
+
+    def __init__(self, path: Path):
+        """Make the folder, readable by its owner only; raise SettingsError if that cannot be."""
+        self.path = path
+        self.token_path = path / "token"
+        self._residents_path = path / "residents.json"
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"{path}: the state folder cannot be made: {error.strerror}") from None
+
+    def engine_id(self) -> str:
+        """Return the engine's id, made at random on the first start."""
+        return self._kept(self.path / "engine_id", secrets.token_hex(16))[0]
+
+    def token(self) -> tuple[str, bool]:
+        """Return the engine's own bearer token and whether it was made just now."""
+        return self._kept(self.token_path, secrets.token_urlsafe(32))
+
+    def residents(self) -> tuple[NamedResident, ...]:
+        """Return the residents kept from the API; raise SettingsError for a file that was damaged."""
+        try:
+            body = self._residents_path.read_bytes()
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise SettingsError(f"{self._residents_path}: cannot be read: {error.strerror}") from None
+        try:
+            kept = parse_json(body)
+            if not isinstance(kept, dict):
+                raise InvalidRequest("must be an object of resident ids")
+            return tuple(
+                named(parse_resident_id(key), parse_resident_request(value)) for key, value in kept.items()
+            )
+        except InvalidRequest as error:
+            raise SettingsError(
+                f"{self._residents_path}: {error.message}; delete the file to start without it"
+            ) from None
+
+    def keep_residents(self, residents: Iterable[NamedResident]) -> None:
+        """Write the residents set through the API; raise OSError if the disk does not take them."""
+        kept = {entry.resident_id: as_request(entry).as_wire() for entry in residents}
+        _replace(self._residents_path, json.dumps(kept, ensure_ascii=False, indent=2) + "\n")
+
+    def _kept(self, path: Path, fresh: str) -> tuple[str, bool]:
+        """Return the file's content, or fresh after writing it, and whether it is fresh."""
+        try:
+            kept = path.read_text(encoding="ascii").strip()
+            if kept:
+                return kept, False
+            _replace(path, fresh + "\n")
+        except FileNotFoundError:
+            try:
+                _replace(path, fresh + "\n")
+            except OSError as error:
+                raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise SettingsError(f"{path}: is damaged; delete it to have a new one made") from None
+        except OSError as error:
+            raise SettingsError(f"{path}: cannot be read or written: {error.strerror}") from None
+        return fresh, True
+
+
+def as_request(entry: NamedResident) -> ResidentRequest:
+    """Return the request that would make this resident."""
+    resident = entry.resident
+    return ResidentRequest(
+        name=entry.name,
+        weight=resident.weight,
+        daily_tokens=resident.daily_tokens,
+        daily_is_hard=resident.daily_is_hard,
+        page_cap=resident.page_cap,
+    )
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write a file that only its owner can read, all of it or nothing."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
