@@ -14,9 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
-from engine_service.scheduling import decisions as decision_types
-from engine_service.scheduling import events as event_types
-from engine_service.scheduling import model
+from engine_service.scheduling import decisions as decision_types, events as event_types, model
 from engine_service.scheduling.decisions import Decision
 from engine_service.scheduling.events import Event
 

@@ -60,6 +60,7 @@ from engine_service.scheduling.decisions import (
     Grow,
     Pause,
     Preempt,
+    PrefillChunk,
     Reject,
     Resume,
 )
@@ -570,11 +571,7 @@ class Engine:
             self._abort_before_step = False
             self._is_stepping = not is_aborted
         decode_ids = [r for r in composed.decode_ids if self._runs(r, failed)]
-        chunks = [
-            ChunkOrder(request_id=c.request_id, num_tokens=c.num_tokens)
-            for c in composed.prefills
-            if self._runs(c.request_id, failed)
-        ]
+        chunks = [self._chunk(c) for c in composed.prefills if self._runs(c.request_id, failed)]
         try:
             if is_aborted or not (decode_ids or chunks):
                 outcome = StepOutcome(outcomes=(), seconds=0.0, aborted=True)
@@ -590,6 +587,12 @@ class Engine:
     def _runs(self, request_id: RequestId, failed: Mapping[RequestId, Exception]) -> bool:
         live = self._live.get(request_id)
         return live is not None and live.is_on_backend and request_id not in failed
+
+    def _chunk(self, planned: PrefillChunk) -> ChunkOrder:
+        """Ask for no more than is left: the core planned before it knew what the prefix cache held."""
+        live = self._live[planned.request_id]
+        left = live.request.prompt_tokens + live.decode_tokens - live.stored
+        return ChunkOrder(request_id=planned.request_id, num_tokens=min(planned.num_tokens, left))
 
     def _step(self, decode_ids: list[RequestId], chunks: list[ChunkOrder]) -> StepOutcome:
         try:

@@ -82,13 +82,18 @@ def has_prefill_slot(state: State, record: Record, *, urgency: int, now: float) 
     """Return whether its prompt could be computed now; who cannot start is not taken off the queue.
 
     Late binding (Llumnix's "no regret"): a request that holds pages but waits for its prefill could no
-    longer be overtaken by a fairer choice.
+    longer be overtaken by a fairer choice. A more urgent prompt does not wait for a less urgent one, whose
+    half-computed prompt keeps its pages and goes on afterwards.
     """
     if urgency == 0:
         return True
     if state.policy.sprint and someone_speaks(state, now=now):
         return False
-    ahead = [r for r in state.holding.values() if not r.is_decoding and not r.is_cancelled]
+    ahead = [
+        r
+        for r in state.holding.values()
+        if not r.is_decoding and not r.is_cancelled and state.urgency(r, now=now) <= urgency
+    ]
     if len(ahead) < state.policy.max_prefilling:
         return True
     backlog = sum(r.remaining for r in ahead) + record.length - record.shared

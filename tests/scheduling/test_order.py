@@ -41,6 +41,18 @@ def test_classes_come_in_order_of_urgency_among_requests_that_wait() -> None:
     assert order == list(reversed(waiting))
 
 
+def test_a_chat_does_not_wait_for_a_document_that_is_half_computed() -> None:
+    home = Household(residents=(ALICE, BOB), cost=lambda chunk, decodes: 0.004 * chunk + 0.02 * decodes)
+    document = home.ask("bob", "background", 3000, 20)
+    home.run_until(home.now + 2.5)
+    arrived_at = home.now
+    chat = home.ask("alice", "chat", 40, 10)
+    home.run_dry()
+    assert home.ttft(chat, arrived_at) < 3.0, "one chunk and its own prompt"
+    assert home.sequences[document].preempted == 0
+    assert home.all_finished()
+
+
 def test_equal_residents_get_equal_service_while_both_have_work_waiting() -> None:
     home = Household(residents=(ALICE, BOB))
     for _ in range(60):
