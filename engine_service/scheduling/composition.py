@@ -164,6 +164,9 @@ def _fill(state: State, prefilling: list[_Ranked], budget: int) -> list[PrefillC
     chunks: list[PrefillChunk] = []
     num_partial = 0
     for r in prefilling:
+        # A short urgent prompt is not made longer by filling its iteration with a less urgent one.
+        if chunks and r.urgency != prefilling[0].urgency:
+            break
         is_spoken = r.urgency == 0
         most_partial = state.policy.max_prefilling_spoken if is_spoken else state.policy.max_prefilling
         wanted = r.record.remaining
