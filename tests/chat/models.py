@@ -1,0 +1,84 @@
+"""Models to talk to, without weights: a tokenizer that really encodes, and the kinds of templates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from engine_service.backends.base import ModelInfo
+
+CONTROL: Final = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]")
+
+SMOLLM2: Final = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, "
+    "trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The embedded model's own."""
+
+WITH_TOOLS: Final = """\
+{%- if tools %}<|im_start|>system
+{{ messages[0].content if messages[0].role == 'system' }}
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools><|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if not (tools and loop.first and message.role == 'system') -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Like Qwen's and Hermes': the template itself writes tools and calls."""
+
+STRICT: Final = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]"
+    "{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"
+)
+"""Like Gemma's and Mistral's: no system, strictly alternating roles."""
+
+
+class ByteTokenizer:
+    """One token per byte, 256 and up for control tokens."""
+
+    _control = re.compile("|".join(re.escape(spelling) for spelling in CONTROL))
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Return the ids."""
+        if not parse_special:
+            return list(text.encode())
+        ids, end = [], 0
+        for found in self._control.finditer(text):
+            ids += list(text[end : found.start()].encode())
+            ids.append(256 + CONTROL.index(found.group()))
+            end = found.end()
+        return ids + list(text[end:].encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text."""
+        parts = [CONTROL[i - 256].encode() if i >= 256 else bytes([i]) for i in token_ids]
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+def model(template: str = SMOLLM2) -> ModelInfo:
+    """A model with this template."""
+    return ModelInfo(
+        name="test",
+        architecture="none",
+        max_context_tokens=4096,
+        vocab_size=256 + len(CONTROL),
+        chat_template=template,
+        bos_text="<s>",
+        eos_text="</s>",
+    )
