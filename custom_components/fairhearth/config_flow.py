@@ -97,7 +97,8 @@ ENGINE_SCHEMA: Final = probatio.Schema(
 TOKEN_SCHEMA: Final = probatio.Schema({probatio.Required(CONF_TOKEN): _TOKEN_SELECTOR})
 
 MAX_RESIDENT_ID_CHARACTERS: Final = 64
-"""The engine takes no longer id."""
+MAX_RESIDENT_NAME_CHARACTERS: Final = 128
+"""The engine takes no longer ones."""
 
 
 class Refused(Exception):
@@ -111,7 +112,7 @@ class Refused(Exception):
 
 def normalized_url(text: str) -> str:
     """Return the address as it is stored; a bare host gets the engine's own port. Raises Refused."""
-    text = text.strip().rstrip("/")
+    text = text.strip()
     has_scheme = "://" in text
     try:
         url = URL(text if has_scheme else f"http://{text}")
@@ -404,6 +405,10 @@ class ResidentSubentryFlow(ConfigSubentryFlow):
         """Save a resident; its id on the engine is made once from its name and stays when it is renamed."""
         data = dict(user_input)
         name = data.pop(CONF_NAME).strip()
+        if not name:
+            raise Refused("name_missing", CONF_NAME)
+        if len(name) > MAX_RESIDENT_NAME_CHARACTERS:
+            raise Refused("name_too_long", CONF_NAME)
         data[CONF_WEIGHT] = int(data[CONF_WEIGHT])
         if CONF_DAILY_TOKENS in data:
             data[CONF_DAILY_TOKENS] = int(data[CONF_DAILY_TOKENS])
@@ -413,8 +418,6 @@ class ResidentSubentryFlow(ConfigSubentryFlow):
                 title=name, data={CONF_RESIDENT_ID: resident_id, **data}, unique_id=resident_id
             )
         subentry = self._get_reconfigure_subentry()
-        if not name:
-            raise Refused("name_missing", CONF_NAME)
         return self.async_update_and_abort(
             self._get_entry(),
             subentry,
@@ -423,8 +426,8 @@ class ResidentSubentryFlow(ConfigSubentryFlow):
         )
 
     def _new_resident_id(self, name: str) -> str:
-        resident_id = slugify(name)[:MAX_RESIDENT_ID_CHARACTERS] if name else ""
-        if not resident_id or resident_id == "unknown":
+        resident_id = slugify(name)[:MAX_RESIDENT_ID_CHARACTERS]
+        if resident_id == "unknown":  # what slugify makes of a name without a letter or digit
             raise Refused("name_missing", CONF_NAME)
         if resident_id in RESERVED_RESIDENT_IDS:
             raise Refused("name_reserved", CONF_NAME)
