@@ -1,0 +1,226 @@
+"""Requests: the golden ones read and written without loss, wrong ones refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_service import protocol
+from engine_service.errors import InvalidRequest
+from engine_service.scheduling.model import WorkloadClass
+
+GOLDEN = Path(__file__).parent / "golden"
+PARSERS: dict[str, Callable[[Any], Any]] = {
+    "chat_request": protocol.parse_chat_request,
+    "completion_request": protocol.parse_completion_request,
+    "prefix_request": protocol.parse_prefix_request,
+    "resident_request": protocol.parse_resident_request,
+}
+REQUESTS = [(kind, path) for kind in PARSERS for path in sorted(GOLDEN.glob(f"{kind}*.json"))]
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.mark.parametrize(("kind", "path"), REQUESTS, ids=[path.stem for _, path in REQUESTS])
+def test_a_golden_request_is_read_and_written_without_loss(kind: str, path: Path) -> None:
+    message = protocol.parse_json(path.read_bytes())
+    assert PARSERS[kind](message).as_wire() == json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_every_kind_of_request_has_a_golden_example() -> None:
+    assert {kind for kind, _ in REQUESTS} == set(PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"\xff{}", "not UTF-8: byte 0"),
+        ('{"a": "ö"}'.encode("latin-1"), "not UTF-8: byte 7"),
+        (b"", "not JSON: Expecting value at line 1, column 1"),
+        (b'{"a": 1,}', "not JSON: .* at line 1, column"),
+        (b"{'a': 1}", "not JSON"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"a": Infinity}', "Infinity is not a JSON number"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"1" * 5000, "not JSON"),
+        (rb'{"a": "\ud800"}', "half of a surrogate pair"),
+    ],
+)
+def test_a_body_that_is_no_json_is_refused_with_its_place(body: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        protocol.parse_json(body)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"messages": None}, "messages", "must be a list"),
+        ({"messages": []}, "messages", "must not be empty"),
+        ({"messages": "Hello"}, "messages", "must be a list, not 'Hello'"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string or a list"),
+        ({"messages": [{"role": "cat", "content": "x"}]}, "messages[0].role", "must be one of system"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+            "reads text",
+        ),
+        ({"max_token": 5}, "max_token", "did you mean 'max_tokens'"),
+        ({"colour": 5}, "colour", "not a known field"),
+        ({"max_tokens": 0}, "max_tokens", "a whole number >= 1, not 0"),
+        ({"max_tokens": -1}, "max_tokens", ">= 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "a whole number"),
+        ({"max_tokens": True}, "max_tokens", "a whole number"),
+        ({"max_tokens": "many"}, "max_tokens", "not 'many'"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
+        ({"n": 2}, "n", "must be 1"),
+        ({"temperature": -0.1}, "temperature", "from 0 to 100"),
+        ({"temperature": "hot"}, "temperature", "a number"),
+        ({"top_p": 0}, "top_p", "> 0"),
+        ({"top_p": 1.1}, "top_p", "<= 1"),
+        ({"min_p": 2}, "min_p", "from 0 to 1"),
+        ({"top_k": -1}, "top_k", "from 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "> 0"),
+        ({"seed": 1.0}, "seed", "a whole number"),
+        ({"stop": ""}, "stop", "must not be empty"),
+        ({"stop": ["a", ""]}, "stop[1]", "must not be empty"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 entries"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids as keys"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage", "known are include_"),
+        ({"fairhearth": {"resident": ""}}, "fairhearth.resident", "must not be empty"),
+        ({"fairhearth": {"workload_class": "urgent"}}, "fairhearth.workload_class", "one of voice, acc"),
+        ({"fairhearth": {"class": "voice"}}, "fairhearth.class", "not a known field"),
+        ({"fairhearth": "alice"}, "fairhearth", "must be an object"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools[1]", "names must differ"),
+        ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
+        ({"tool_choice": "always"}, "tool_choice", "must be auto, none, required"),
+        ({"functions": []}, "functions", "not a known field"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "one of text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+            "response_format.json_schema.schema",
+            "must be a JSON schema",
+        ),
+        ({"modalities": ["audio"]}, "modalities", "hears and draws nothing"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_would_be_right(
+    changes: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        protocol.parse_chat_request({**HELLO, **changes})
+    assert refused.value.param == param
+    assert message in refused.value.message
+    assert refused.value.message.startswith(param)
+
+
+@pytest.mark.parametrize("value", [None, [], "Hello", 5])
+def test_a_request_that_is_no_object_is_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="the body must be an object"):
+        protocol.parse_chat_request(value)
+
+
+def test_a_named_tool_must_be_offered() -> None:
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    choice = {"type": "function", "function": {"name": "b"}}
+    with pytest.raises(InvalidRequest, match="must be one of a, not 'b'"):
+        protocol.parse_chat_request({**HELLO, "tools": tools, "tool_choice": choice})
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", "x", "null"])
+def test_arguments_of_an_earlier_call_must_be_the_json_of_an_object(arguments: str) -> None:
+    called = {"id": "c", "type": "function", "function": {"name": "a", "arguments": arguments}}
+    with pytest.raises(InvalidRequest, match="must be the JSON text of an object"):
+        protocol.parse_chat_request({"messages": [{"role": "assistant", "tool_calls": [called]}]})
+
+
+def test_fields_of_openai_without_a_meaning_here_are_accepted() -> None:
+    unused = dict.fromkeys(protocol.UNUSED, "anything")
+    assert protocol.parse_chat_request({**HELLO, **unused}) == protocol.parse_chat_request(HELLO)
+
+
+def test_null_means_not_said() -> None:
+    fields = (
+        "max_tokens",
+        "temperature",
+        "seed",
+        "stop",
+        "tools",
+        "tool_choice",
+        "stream",
+        "n",
+        "fairhearth",
+    )
+    nothing = dict.fromkeys(fields)
+    assert protocol.parse_chat_request({**HELLO, **nothing}) == protocol.parse_chat_request(HELLO)
+
+
+def test_who_asks_is_the_chatting_guest_unless_said() -> None:
+    caller = protocol.parse_chat_request(HELLO).options.caller
+    assert (caller.resident_id, caller.class_id, caller.program_id) == ("guest", WorkloadClass.CHAT, None)
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    request = protocol.parse_chat_request({"messages": [{"role": "user", "content": parts}]})
+    assert request.messages[0].content == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [1, 1.5]}, "prompt[1]"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_a_wrong_field_of_a_completion_is_named(changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        protocol.parse_completion_request({"prompt": "Once", **changes})
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"weight": 0}, "weight"),
+        ({"weight": 1.5}, "weight"),
+        ({"weight": None}, "weight"),
+        ({"daily_tokens": 0}, "daily_tokens"),
+        ({"daily_is_hard": 1}, "daily_is_hard"),
+        ({"page_cap": "few"}, "page_cap"),
+        ({"name": ""}, "name"),
+        ({"id": "alice"}, "id"),
+    ],
+)
+def test_a_wrong_field_of_a_resident_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        protocol.parse_resident_request(body)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("resident_id", ["", "a" * 65, "Alice", "a b", "ä", "a/b", "system"])
+def test_an_illegal_resident_id_is_refused(resident_id: str) -> None:
+    with pytest.raises(InvalidRequest):
+        protocol.parse_resident_id(resident_id)
