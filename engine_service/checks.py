@@ -161,7 +161,9 @@ def _nearest(key: str, names: list[str]) -> str:
 
 def path_and_message(error: vol.Invalid) -> tuple[str, str]:
     """Return where (`messages[0].content`) and what was wrong, for the first fault found."""
-    first = error.errors[0] if isinstance(error, vol.MultipleInvalid) else error
+    # Missing keys come in no order of their own.
+    faults = error.errors if isinstance(error, vol.MultipleInvalid) else [error]
+    first = min(faults, key=lambda fault: [str(part) for part in fault.path])
     path = ""
     for part in first.path:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)

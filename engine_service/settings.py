@@ -347,12 +347,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: is not valid TOML: {error}") from None
 
 
-def _checked(check: Callable[[Any], T], value: Any, source: str) -> T:
+def _checked(check: Callable[[Any], T], value: Any, source: str, name: str = "") -> T:
     try:
         return check(value)
     except vol.Invalid as error:
         key, message = path_and_message(error)
-        raise SettingsError(f"{source}: {key} {message}") from None
+        raise SettingsError(f"{source}: {name or key} {message}") from None
 
 
 def _settings(raw: Mapping[str, Any], *, base: Path) -> Settings:
@@ -442,8 +442,8 @@ def _paths(raw: Mapping[str, Any], base: Path) -> PathSettings:
 def _overridden(settings: Settings, given: Overrides, token: str | None) -> Settings:
     server, model, paths = settings.server, settings.model, settings.paths
     if token := given.token or token:
-        where = "--token" if given.token else TOKEN_VARIABLE
-        server = replace(server, tokens=(_admin(_option(_token, token, where)),))
+        where = ("command line", "--token") if given.token else ("environment", TOKEN_VARIABLE)
+        server = replace(server, tokens=(_admin(_checked(_token, token, *where)),))
     server = _replaced(server, host=given.host, port=_option(_PORT, given.port, "--port"))
     model = _replaced(
         model,
@@ -465,7 +465,7 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
 
 
 def _option(check: Validator, value: Any, name: str) -> Any:
-    return None if value is None else _checked(check, value, f"command line: {name}".rstrip())
+    return None if value is None else _checked(check, value, "command line", name)
 
 
 def _replaced(settings: T, **given: Any) -> T:

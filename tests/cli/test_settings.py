@@ -1,0 +1,220 @@
+"""Settings: what is read, who wins, and what a mistake is told."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from engine_service.errors import SettingsError
+from engine_service.scheduling.model import ClassPolicy, FairnessGoal, Policy, WorkloadClass
+from engine_service.settings import (
+    BackendName,
+    LogFormat,
+    LogSettings,
+    ModelSettings,
+    Overrides,
+    PathSettings,
+    SchedulerName,
+    Scope,
+    ServerSettings,
+    Settings,
+    load,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+TOKEN = "a-token-of-the-household"
+
+
+def read(folder: Path, text: str, overrides: Overrides | None = None, **environment: str) -> Settings:
+    path = folder / "fairhearth.toml"
+    path.write_text(text, encoding="utf-8")
+    return load(path, overrides, environment)
+
+
+def test_without_anything_the_documented_defaults_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(environment={})
+    assert settings.server == ServerSettings()
+    assert settings.model == ModelSettings()
+    assert settings.policy == Policy()
+    assert settings.scheduler is SchedulerName.FAIRHEARTH
+    assert [entry.resident_id for entry in settings.residents] == ["guest", "house"]
+
+
+def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
+    settings = read(
+        tmp_path,
+        f"""
+        [server]
+        host = "0.0.0.0"
+        port = 0
+        token = "{TOKEN}"
+        [[server.tokens]]
+        name = "prometheus"
+        token = "another-token-for-it"
+        scopes = ["metrics"]
+        [model]
+        backend = "simulated"
+        path = "models/some.gguf"
+        [policy]
+        scheduler = "fifo"
+        time_zone = "Europe/Berlin"
+        fairness = "waiting"
+        background_reserve = 0.2
+        [policy.classes.voice]
+        max_wait_s = 1
+        inter_token_target_s = false
+        [residents.alice]
+        name = "Alice"
+        weight = 2
+        [residents.guest]
+        daily_tokens = 1000
+        [paths]
+        state_dir = "state"
+        [log]
+        format = "json"
+        """,
+    )
+    assert (settings.server.host, settings.server.port) == ("0.0.0.0", 0)
+    assert [(t.name, t.scopes) for t in settings.server.tokens] == [
+        ("admin", frozenset({Scope.ADMIN})),
+        ("prometheus", frozenset({Scope.METRICS})),
+    ]
+    assert settings.model.backend is BackendName.SIMULATED
+    assert settings.model.path == tmp_path / "models" / "some.gguf"
+    assert settings.scheduler is SchedulerName.FIFO
+    assert settings.time_zone == ZoneInfo("Europe/Berlin")
+    assert settings.policy.fairness is FairnessGoal.WAITING
+    assert settings.policy.background_reserve == 0.2
+    assert settings.policy.classes[WorkloadClass.VOICE] == ClassPolicy(
+        max_wait_s=1, inter_token_target_s=None
+    )
+    assert settings.policy.classes[WorkloadClass.CHAT] == Policy().classes[WorkloadClass.CHAT]
+    residents = {str(entry.resident_id): entry for entry in settings.residents}
+    assert residents.keys() == {"alice", "guest", "house"}
+    assert (residents["alice"].name, residents["alice"].resident.weight) == ("Alice", 2)
+    assert residents["guest"].resident.daily_tokens == 1000
+    assert settings.paths.state_dir == tmp_path / "state"
+    assert settings.log.format is LogFormat.JSON
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[server]\nport = 'eight'", "server.port must be a whole number from 0 to 65535, not 'eight'"),
+        ("[server]\nport = 99999", "server.port must be a whole number from 0 to 65535, not 99999"),
+        ("[server]\nprot = 1", "server.prot is not a known key; did you mean 'port'?"),
+        ("[sever]\nport = 1", "sever is not a known table; did you mean 'server'?"),
+        ("server = 1", "server must be an object, not 1"),
+        ("[server]\ntoken = 'short'", "server.token must be at least 16 printable ASCII characters"),
+        ("[[server.tokens]]\nname = 'x'", "server.tokens[0].scopes is missing"),
+        (
+            f"[[server.tokens]]\nname = 'x'\ntoken = '{TOKEN}'\nscopes = ['all']",
+            "server.tokens[0].scopes[0] must be one of generate, residents, metrics, admin, not 'all'",
+        ),
+        ("[model]\nbackend = 'cuda'", "model.backend must be one of llama_cpp, simulated, not 'cuda'"),
+        ("[model]\nthreads = 0", "model.threads must be a whole number from 1"),
+        ("[policy]\nbackground_reserve = 1.0", "policy: background_reserve must be in [0, 1), not 1.0"),
+        (
+            "[policy]\nmin_chunk_tokens = 1024",
+            "policy: max_chunk_tokens (512) must be >= min_chunk_tokens (1024)",
+        ),
+        ("[policy]\nfairness = 'equal'", "policy.fairness must be one of service, waiting"),
+        ("[policy]\ntime_zone = 'Mars'", 'policy.time_zone must be an IANA time zone like "Europe/Berlin"'),
+        ("[policy.classes.urgent]\nmax_wait_s = 1", "policy.classes.urgent is not a known workload class"),
+        ("[policy.classes.voice]\nmax_wait = 1", "did you mean 'max_wait_s'?"),
+        ("[residents.Alice]", "residents.Alice: a resident id is 1 to 64 of a-z"),
+        ("[residents.system]", "residents.system: 'system' is the engine's own account"),
+        ("[residents.alice]\nweight = 0", "residents.alice: weight must be a whole number from 1"),
+        (
+            "[residents.alice]\nwheight = 1",
+            "residents.alice: wheight is not a known field; did you mean 'weight'?",
+        ),
+        ("[log]\nlevel = 'loud'", "log.level must be one of debug, info, warning, error, not 'loud'"),
+        ("[server\nport = 1", "is not valid TOML"),
+    ],
+)
+def test_a_mistake_is_told_with_file_key_and_what_was_expected(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(SettingsError) as refused:
+        read(tmp_path, text)
+    assert refused.value.message.startswith(f"{tmp_path / 'fairhearth.toml'}: ")
+    assert message in refused.value.message
+
+
+def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+        load(missing, environment={})
+    missing.write_bytes(b"\xff")
+    with pytest.raises(SettingsError, match="is not UTF-8"):
+        load(missing, environment={})
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    text = "[server]\nport = 1\ntoken = 'token-of-the-file-0'\n[model]\nthreads = 1"
+    token = "token-of-the-environment"
+    by_environment = read(tmp_path, text, FAIRHEARTH_TOKEN=token)
+    assert [t.token for t in by_environment.server.tokens] == [token]
+    given = Overrides(port=2, threads=3, token="token-of-the-command", policy="fifo", log_level="debug")
+    by_command = read(tmp_path, text, given, FAIRHEARTH_TOKEN=token)
+    assert [t.token for t in by_command.server.tokens] == ["token-of-the-command"]
+    assert (by_command.server.port, by_command.model.threads) == (2, 3)
+    assert by_command.scheduler is SchedulerName.FIFO
+    assert by_command.log.level == "debug"
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "elsewhere.toml"
+    path.write_text("[server]\nname = 'Hearth'", encoding="utf-8")
+    assert load(environment={"FAIRHEARTH_CONFIG": str(path)}).server.name == "Hearth"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (Overrides(port=70000), "command line: --port must be a whole number from 0 to 65535, not 70000"),
+        (Overrides(threads=0), "command line: --threads must be a whole number >= 1, not 0"),
+        (Overrides(token="short"), "command line: --token must be at least 16"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told(tmp_path: Path, overrides: Overrides, message: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        read(tmp_path, "", overrides)
+    assert message in refused.value.message
+
+
+def test_a_token_never_shows_when_settings_are_printed(tmp_path: Path) -> None:
+    assert TOKEN not in repr(read(tmp_path, f"[server]\ntoken = '{TOKEN}'"))
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "without"),
+    [
+        ("## `[server]`", ServerSettings, set()),
+        ("## `[model]`", ModelSettings, set()),
+        ("## `[policy]`", Policy, {"classes"}),
+        ("## `[policy]`", ClassPolicy, set()),
+        ("## `[paths]`", PathSettings, set()),
+        ("## `[log]`", LogSettings, set()),
+    ],
+)
+def test_every_key_is_documented(section: str, kind: type, without: set[str]) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").partition(section)[2].partition("\n## ")[0]
+    missing = {f.name for f in fields(kind)} - without - set(text.split("`")[1::2])
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "policy_field", [f for f in fields(Policy) if f.name not in ("classes", "fairness", "unit")]
+)
+def test_the_documented_defaults_are_those_of_the_policy(policy_field: object) -> None:
+    name = policy_field.name  # type: ignore[attr-defined]
+    shown = str(getattr(Policy(), name)).lower()
+    assert f"| `{name}` | `{shown}` |" in DOCUMENT.read_text(encoding="utf-8")
