@@ -129,5 +129,5 @@ def pages_ever_free(state: State, record: Record) -> int:
     """Return the pages this request could have on an otherwise empty machine."""
     capacity = state.known_capacity
     if record.request.keep_prefix:
-        return state.prefix_allowance() - state.pages.num_pinned
+        return state.prefix_allowance() - state.pages.num_pinned - sum(state.coming_prefixes.values())
     return capacity.num_pages - state.prefix_allowance() - state.headroom_pages(record.class_id.urgency or 1)

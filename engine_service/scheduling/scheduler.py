@@ -174,6 +174,8 @@ class Scheduler:
         if not self.state.num_waiting.get(record.resident_id):
             self.state.counters.lift(record.resident_id, backlogged=self.state.backlogged)
         self.state.records[record.request_id] = record
+        if request.keep_prefix:
+            self.state.coming_prefixes[record.request_id] = admission.most_pages_ever(self.state, record)
         self.state.enqueue(record, now=now)
         record.tell("arrived", now=now)
         return self._abort_for(record, now=now)
@@ -299,6 +301,7 @@ class Scheduler:
     def _settle(self, record: Record) -> None:
         record.state = RequestState.FINISHED
         self.state.records.pop(record.request_id, None)
+        self.state.coming_prefixes.pop(record.request_id, None)
 
     def _count(self, record: Record, what: str) -> None:
         for account in (self._payer(record), self.state.class_accounts[record.class_id]):

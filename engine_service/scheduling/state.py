@@ -71,6 +71,7 @@ class State:
         default_factory=lambda: {class_id: Account() for class_id in WorkloadClass}
     )
     in_flight: InFlight | None = None
+    coming_prefixes: dict[RequestId, int] = field(default_factory=dict)  #: pages, arrived and not yet pinned
     recomputed_tokens: int = 0
     has_changed_cost: bool = False  #: the unit or its prices changed: sums before and after do not compare
     num_iterations: int = 0

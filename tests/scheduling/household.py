@@ -6,6 +6,7 @@ device keeps its own account of pages and tokens and refuses what a real one cou
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from engine_service.scheduling.decisions import (
 )
 from engine_service.scheduling.events import (
     Arrived,
+    BackendLost,
     Cancelled,
     CapacityChanged,
     Event,
@@ -137,6 +139,16 @@ class Household:
     def cancel(self, request_id: RequestId) -> None:
         """Let the caller go away now."""
         self.tell(Cancelled(request_id=request_id))
+
+    def lose_backend(self, *, back: bool = True) -> None:
+        """Let the device forget everything; with back, it returns empty."""
+        self.flying, self.was_aborted = None, False
+        for sequence in self.sequences.values():
+            sequence.is_on_device, sequence.stored = False, 0
+            sequence.request = dataclasses.replace(sequence.request, shared_prefix_tokens=0)
+        self.tell(BackendLost())
+        if back:
+            self.tell(CapacityChanged(capacity=self.capacity))
 
     # ---- time
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from engine_service.scheduling.decisions import Grow, Preempt
-from engine_service.scheduling.events import BackendLost, CapacityChanged, PrefixDropped
+from engine_service.scheduling.events import CapacityChanged, PrefixDropped
 from engine_service.scheduling.model import Capacity, Policy, Resident, ResidentId
 from tests.scheduling.household import CAPACITY, Household
 
@@ -169,10 +169,7 @@ def test_a_lost_backend_makes_everybody_wait_again_and_nobody_pay_twice() -> Non
     home.ask("alice", "chat", 400, 100)
     home.ask("bob", "background", 900, 50)
     home.run_until(home.now + 0.8)
-    home.flying = None
-    for sequence in home.sequences.values():
-        sequence.is_on_device, sequence.stored = False, 0
-    home.tell(BackendLost())
+    home.lose_backend(back=False)
     assert home.scheduler.state.pages.num_held == 0
     assert home.flying is None, "nothing is composed before the backend is back"
     home.tell(CapacityChanged(capacity=CAPACITY))

@@ -1,0 +1,149 @@
+"""The promises under everything that can happen, in any order.
+
+`check` runs after every event; the device of `Household` refuses what a real one could not do (two
+iterations at once, more pages than there are, tokens beyond the reservation). At the end everything that
+was not cancelled or refused must finish, and the ledger must be empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine_service.scheduling.decisions import Compose
+from engine_service.scheduling.events import (
+    CapacityChanged,
+    DayStarted,
+    PolicyChanged,
+    ResidentsChanged,
+    Ticked,
+)
+from engine_service.scheduling.invariants import counter_bound, counter_spread
+from engine_service.scheduling.model import (
+    Capacity,
+    FairnessGoal,
+    Policy,
+    Resident,
+    ResidentId,
+    WorkloadClass,
+)
+from tests.scheduling.household import Household
+
+NAMES = ("alice", "bob", "carol")
+RESIDENTS = (
+    Resident(resident_id=ResidentId("alice")),
+    Resident(resident_id=ResidentId("bob"), weight=2, page_cap=16),
+    Resident(resident_id=ResidentId("carol"), daily_tokens=2_000, max_running=2, max_waiting=4),
+)
+CAPACITY = Capacity(num_pages=60, page_tokens=16, max_sequences=5, max_context_tokens=640, can_abort=True)
+POLICIES = (
+    Policy(voice_headroom_pages=6, output_slice_tokens=16, max_chunk_tokens=128, min_chunk_tokens=16),
+    Policy(voice_headroom_pages=6, voice_bucket=400, due_budget=600, fairness=FairnessGoal.WAITING),
+    Policy(voice_headroom_pages=2, sprint=False, background_reserve=0.3, max_prefilling=2),
+    Policy(fairness=FairnessGoal.COMPLETIONS, max_preemptions=1, output_slice_tokens=8),
+    Policy(fairness=FairnessGoal.CLASS_ONLY, max_skips=1),
+)
+
+
+class HouseholdMachine(RuleBasedStateMachine):
+    """Arrivals, cancellations, iterations, losses and changes, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = Household(policy=POLICIES[0], capacity=CAPACITY, residents=RESIDENTS)
+        self.cancelled: set[str] = set()
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        class_id=st.sampled_from(list(WorkloadClass)),
+        prompt=st.integers(1, 500),
+        output=st.integers(1, 120),
+        slack=st.integers(0, 80),
+    )
+    def arrive(self, name: str, class_id: WorkloadClass, prompt: int, output: int, slack: int) -> None:
+        self.home.ask(name, class_id, prompt, output, max_tokens=output + slack)
+
+    @rule(prompt=st.integers(1, 150))
+    def pin(self, prompt: int) -> None:
+        self.home.ask("alice", WorkloadClass.CHAT, prompt, 0, keep_prefix=True)
+
+    @precondition(lambda self: self.home.sequences)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.home.sequences)))
+        if self.home.sequences[request_id].finished_at is None:
+            self.cancelled.add(request_id)
+        self.home.cancel(request_id)
+
+    @rule(count=st.integers(1, 30))
+    def iterate(self, count: int) -> None:
+        for _ in range(count):
+            if not self.home.step():
+                return
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 5.0, 100.0, 2_000.0]))
+    def wait(self, seconds: float) -> None:
+        self.home.now += seconds
+        self.home.tell(Ticked())
+
+    @rule()
+    def lose_backend(self) -> None:
+        self.home.lose_backend()
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def change_policy(self, policy: Policy) -> None:
+        self.home.tell(PolicyChanged(policy=policy))
+
+    @rule(day=st.sampled_from(["2026-11-28", "2026-11-29", "2026-11-30"]))
+    def start_day(self, day: str) -> None:
+        self.home.tell(DayStarted(day=day, ends_at=self.home.now + 86_400))
+
+    @rule(num_pages=st.sampled_from([60, 90]))
+    def change_capacity(self, num_pages: int) -> None:
+        # Only while none is under way: an iteration may not lose its pages half-way.
+        if self.home.flying is None:
+            self.home.capacity = dataclasses.replace(CAPACITY, num_pages=num_pages)
+            self.home.tell(CapacityChanged(capacity=self.home.capacity))
+
+    @rule(keep=st.integers(1, 3))
+    def change_residents(self, keep: int) -> None:
+        self.home.tell(ResidentsChanged(residents=RESIDENTS[:keep]))
+
+    @invariant()
+    def works_while_there_is_work(self) -> None:
+        """P9: the device idles only if nothing waits (every refusal happens at arrival)."""
+        state = self.home.scheduler.state
+        if self.home.flying is None:
+            assert not state.holding
+            assert not state.total_waiting, "the device idles although somebody waits"
+
+    @invariant()
+    def nobody_falls_behind_the_bound(self) -> None:
+        """P1 for the goal that promises it."""
+        state = self.home.scheduler.state
+        if state.policy.fairness is FairnessGoal.SERVICE:
+            assert counter_spread(state) <= counter_bound(state)
+
+    def teardown(self) -> None:
+        self.home.run_dry()
+        for request_id, sequence in self.home.sequences.items():
+            if request_id not in self.cancelled and request_id not in self.home.rejected:
+                assert sequence.finished_at is not None, f"{request_id} never finished"
+                assert sequence.output == sequence.output_length * (sequence.request.max_tokens > 0)
+        state = self.home.scheduler.state
+        assert not state.records
+        assert state.pages.num_held == 0
+        composed = [d for _, _, decisions in self.home.log for d in decisions if isinstance(d, Compose)]
+        assert all(c.decode_ids or c.prefills for c in composed)
+
+
+TestHousehold = HouseholdMachine.TestCase
+TestHousehold.settings = settings(
+    max_examples=int(os.environ.get("FAIRHEARTH_EXAMPLES", "60")),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
