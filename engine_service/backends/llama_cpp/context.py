@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -145,6 +146,15 @@ class Context:
     def num_free(self) -> int:
         """Cells that hold nothing."""
         return self.num_cells - self.cells.num_used
+
+    def num_held(self, sequence_ids: Sequence[int]) -> int:
+        """Return how many different cells these sequences hold together."""
+        return self.cells.num_held(sequence_ids)
+
+    def append(self, sequence_id: int, num_tokens: int) -> None:
+        """Count what `run` stored (>= 0 tokens)."""
+        if num_tokens:
+            self.cells.append(sequence_id, num_tokens)
 
     def cut(self, sequence_id: int, length: int) -> None:
         """Forget the sequence's tokens from position length on; 0 forgets all."""
