@@ -44,7 +44,9 @@ GENERATE_SCHEMA: Final = probatio.Schema(
         probatio.Optional(ATTR_INSTRUCTIONS): cv.string,
         probatio.Optional(ATTR_RESIDENT): cv.string,
         probatio.Optional(ATTR_WORKLOAD_CLASS): probatio.In([str(item) for item in CHOSEN_CLASSES]),
-        probatio.Optional(CONF_MAX_TOKENS, default=DEFAULT_TASK_MAX_TOKENS): cv.positive_int,
+        probatio.Optional(CONF_MAX_TOKENS, default=DEFAULT_TASK_MAX_TOKENS): probatio.All(
+            probatio.Coerce(int), probatio.Range(min=1)
+        ),
         probatio.Optional(CONF_TEMPERATURE): probatio.All(
             probatio.Coerce(float), probatio.Range(min=0, max=2)
         ),

@@ -1,0 +1,97 @@
+"""Every text that the code asks for exists, every text that exists is asked for, and none uses jargon in a
+name."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import custom_components.fairhearth
+from custom_components.fairhearth import config_flow, errors, sensor
+from custom_components.fairhearth.attribution import WorkloadClass
+
+ROOT = Path(custom_components.fairhearth.__file__).parent
+TEXTS: dict[str, Any] = json.loads((ROOT / "translations" / "en.json").read_text(encoding="utf-8"))
+ICONS: dict[str, Any] = json.loads((ROOT / "icons.json").read_text(encoding="utf-8"))
+SOURCE = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("*.py")}
+
+
+def sensor_keys() -> set[str]:
+    return {description.key for description in (*sensor.RESIDENT_SENSORS, *sensor.ENGINE_SENSORS)} | {
+        f"{description.key}_{item}" for description in sensor.CLASS_SENSORS for item in WorkloadClass
+    }
+
+
+def literal_exception_keys() -> set[str]:
+    """Return the keys written where an error is raised."""
+    keys: set[str] = set()
+    for text in SOURCE.values():
+        keys |= {
+            keyword.value.value
+            for call in ast.walk(ast.parse(text))
+            if isinstance(call, ast.Call)
+            and any(keyword.arg == "translation_domain" for keyword in call.keywords)
+            for keyword in call.keywords
+            if keyword.arg == "translation_key" and isinstance(keyword.value, ast.Constant)
+        }
+    return keys
+
+
+def test_every_sensor_has_a_name_and_an_icon() -> None:
+    assert TEXTS["entity"]["sensor"].keys() == sensor_keys()
+    assert ICONS["entity"]["sensor"].keys() == sensor_keys()
+    assert (
+        TEXTS["entity"]["binary_sensor"].keys() == ICONS["entity"]["binary_sensor"].keys() == {"policy_met"}
+    )
+    assert TEXTS["device"].keys() == set(sensor.ACCOUNTS)
+
+
+def test_every_error_has_a_text_and_every_text_an_error() -> None:
+    raised = literal_exception_keys() | set(errors._KEYS.values()) | {"engine_error"}
+    assert TEXTS["exceptions"].keys() == raised
+
+
+def test_every_refusal_of_a_dialog_has_a_text() -> None:
+    refused = set(re.findall(r'Refused\("(\w+)"', SOURCE["config_flow.py"]))
+    subentry_errors = TEXTS["config_subentries"]["resident"]["error"].keys()
+    assert refused == TEXTS["config"]["error"].keys() | subentry_errors
+    aborted = set(re.findall(r'reason="(\w+)"', SOURCE["config_flow.py"]))
+    known = TEXTS["config"]["abort"].keys() | TEXTS["config_subentries"]["conversation"]["abort"].keys()
+    assert aborted <= known
+
+
+def test_every_field_of_a_dialog_has_a_name_and_a_description() -> None:
+    for step in TEXTS["config"]["step"].values():
+        assert step["data"].keys() == step["data_description"].keys()
+    user = {str(key) for key in config_flow.ENGINE_SCHEMA.schema}
+    assert TEXTS["config"]["step"]["user"]["data"].keys() == user
+    assert TEXTS["config"]["step"]["reconfigure"]["data"].keys() == user
+    for kind in TEXTS["config_subentries"].values():
+        for step in kind["step"].values():
+            assert step["data"].keys() == step["data_description"].keys()
+
+
+def test_the_action_is_described() -> None:
+    fields = re.findall(r"^    (\w+):$", (ROOT / "services.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert TEXTS["services"]["generate"]["fields"].keys() == set(fields)
+    assert ICONS["services"].keys() == TEXTS["services"].keys()
+
+
+@pytest.mark.parametrize("word", ["p95", "KV", "token_", "TTFT", "prefill", "decode", "preempt", "queue"])
+def test_names_are_in_plain_words(word: str) -> None:
+    names = [row["name"] for platform in TEXTS["entity"].values() for row in platform.values()]
+    assert not [name for name in names if word.lower() in name.lower()]
+
+
+def test_texts_are_written_out() -> None:
+    """References to other texts are not resolved for a custom integration, and addresses and markup are not
+    allowed."""
+    text = json.dumps(TEXTS, ensure_ascii=False)
+    assert "[%key" not in text
+    assert "http" not in text
+    assert not re.search(r"<\w+>", text)
