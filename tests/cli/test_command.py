@@ -1,0 +1,231 @@
+"""The command as somebody types it: what it prints, how it fails, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine_service import __version__
+from tests.cli.process import TOKEN, command, run
+
+SIMULATED = ("serve", "--backend", "simulated", "--port", "0")
+
+
+def bearer(token: str = TOKEN) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def ask(url: str, path: str, message: Any = None, token: str = TOKEN) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.request(
+            "POST" if message else "GET", url + path, json=message, headers=bearer(token)
+        ) as response,
+    ):
+        return response.status, await response.json()
+
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "ignore_eos": True}
+
+
+async def test_it_serves_says_where_and_ends_cleanly(tmp_path: Path) -> None:
+    async with command(tmp_path, *SIMULATED) as process:
+        url = await process.ready()
+        status, health = await ask(url, "/health")
+        assert (status, health["status"], health["version"]) == (200, "ok", __version__)
+        status, answer = await ask(url, "/v1/chat/completions", HELLO)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
+        process.signal(signal.SIGTERM)
+        code, out, err = await process.end()
+    assert (code, out) == (0, "")
+    assert "Traceback" not in err
+    assert TOKEN not in err
+
+
+async def test_an_interrupt_ends_it_as_cleanly(tmp_path: Path) -> None:
+    async with command(tmp_path, *SIMULATED) as process:
+        await process.ready()
+        process.signal(signal.SIGINT)
+        assert (await process.end())[0] == 0
+
+
+async def test_running_answers_finish_and_new_ones_are_refused_while_it_stops(tmp_path: Path) -> None:
+    (tmp_path / "fairhearth.toml").write_text("[server]\ndrain_s = 25.0", encoding="utf-8")
+    long = {**HELLO, "max_tokens": 150, "stream": True}
+    async with command(tmp_path, *SIMULATED) as process, aiohttp.ClientSession() as http:
+        url = await process.ready()
+        async with http.post(url + "/v1/chat/completions", json=long, headers=bearer()) as response:
+            assert (await response.content.readline()).startswith(b"data: ")
+            process.signal(signal.SIGTERM)
+            while (await ask(url, "/ready"))[0] == 200:
+                await asyncio.sleep(0.01)
+            status, refused = await ask(url, "/v1/chat/completions", HELLO)
+            assert (status, refused["error"]["code"]) == (503, "engine_unavailable")
+            lines = [line async for line in response.content if line.strip()]
+        assert lines[-1] == b"data: [DONE]\n"
+        last = json.loads(lines[-2].removeprefix(b"data: "))
+        assert last["fairhearth"]["tokens"]["decode"] == 150
+        assert (await process.end())[0] == 0
+
+
+async def test_an_answer_that_takes_too_long_is_told_that_the_engine_stops(tmp_path: Path) -> None:
+    (tmp_path / "fairhearth.toml").write_text("[server]\ndrain_s = 0.0", encoding="utf-8")
+    long = {**HELLO, "max_tokens": 3000, "stream": True}
+    async with command(tmp_path, *SIMULATED) as process, aiohttp.ClientSession() as http:
+        url = await process.ready()
+        async with http.post(url + "/v1/chat/completions", json=long, headers=bearer()) as response:
+            await response.content.readline()
+            process.signal(signal.SIGTERM)
+            lines = [line async for line in response.content if line.strip()]
+        assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "engine_unavailable"
+        assert (await process.end())[0] == 0
+
+
+async def test_a_taken_port_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = await run(tmp_path, "serve", "--port", str(port), "--model", "missing.gguf")
+    assert (code, out) == (3, "")
+    assert err == f"fairhearth: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+async def test_an_address_of_another_machine_is_told(tmp_path: Path) -> None:
+    code, _, err = await run(tmp_path, *SIMULATED, "--host", "192.0.2.1")
+    assert code == 3
+    assert "cannot listen on 192.0.2.1" in err
+
+
+async def test_a_model_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    code, out, err = await run(tmp_path, "serve", "--port", "0", "--model", "missing.gguf")
+    assert (code, out) == (4, "")
+    assert "missing.gguf" in err
+    assert "Traceback" not in err
+
+
+async def test_a_model_file_that_holds_no_model_is_told(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
+    code, out, err = await run(tmp_path, "serve", "--port", "0", "--model", "broken.gguf")
+    assert (code, out) == (4, "")
+    assert "broken.gguf" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[server]\nport = 'eight'", "server.port must be a whole number from 0 to 65535, not 'eight'"),
+        ("[server", "is not valid TOML"),
+        ("[residents.alice]\nweight = 0", "residents.alice: weight must be"),
+    ],
+)
+async def test_a_bad_setting_stops_the_start_with_one_line(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "bad.toml").write_text(text, encoding="utf-8")
+    code, out, err = await run(tmp_path, *SIMULATED, "--config", "bad.toml")
+    assert (code, out) == (2, "")
+    assert err.startswith("fairhearth: bad.toml: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("fly",), ("serve", "--port", "x"), ("serve", "--backend", "cuda"), (*SIMULATED, "--threads", "0")],
+)
+async def test_wrong_usage_is_told(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code, out, err = await run(tmp_path, *arguments)
+    assert (code, out) == (2, "")
+    assert "fairhearth" in err
+    assert "Traceback" not in err
+
+
+def kept_secretly(path: Path) -> str:
+    """Return the file's text after making sure that only its owner can get at it."""
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    return path.read_text(encoding="ascii").strip()
+
+
+async def test_the_first_start_makes_a_token_and_the_next_ones_keep_it(tmp_path: Path) -> None:
+    async with command(tmp_path, *SIMULATED, token=None) as process:
+        url = await process.ready()
+        code, out, _ = await run(tmp_path, "token", token=None)
+        token = kept_secretly(Path(out.strip()))
+        assert code == 0
+        assert (await ask(url, "/v1/engine", token=token))[0] == 200
+        assert (await ask(url, "/v1/engine", token=token + "x"))[0] == 401
+        process.signal(signal.SIGTERM)
+        _, _, err = await process.end()
+        assert err.count(token) == 1
+    async with command(tmp_path, *SIMULATED, token=None) as process:
+        url = await process.ready()
+        assert (await ask(url, "/v1/engine", token=token))[0] == 200
+        process.signal(signal.SIGTERM)
+        _, _, err = await process.end()
+        assert token not in err
+
+
+async def test_fairhearth_token_tells_about_a_token_that_is_not_made_yet(tmp_path: Path) -> None:
+    code, out, _ = await run(tmp_path, "token", token=None)
+    assert code == 0
+    assert out.strip().endswith("token (made when the engine first starts)")
+
+
+async def test_a_damaged_residents_file_stops_the_start_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "residents.json").write_text("{", encoding="utf-8")
+    code, _, err = await run(tmp_path, *SIMULATED, "--state-dir", str(tmp_path))
+    assert code == 2
+    assert "residents.json: the body is not JSON" in err
+
+
+@pytest.mark.parametrize("policy", ["fairhearth", "fifo"])
+async def test_the_policy_can_be_chosen(tmp_path: Path, policy: str) -> None:
+    async with command(tmp_path, *SIMULATED, "--policy", policy) as process:
+        url = await process.ready()
+        assert (await ask(url, "/v1/engine"))[1]["policy"] == policy
+        assert (await ask(url, "/v1/chat/completions", HELLO))[0] == 200
+
+
+async def test_everything_the_scheduler_saw_can_be_written_down(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    async with command(tmp_path, *SIMULATED, "--event-log", str(log)) as process:
+        await ask(await process.ready(), "/v1/chat/completions", HELLO)
+        process.signal(signal.SIGTERM)
+        assert (await process.end())[0] == 0
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert "Arrived" in json.dumps(lines)
+
+
+async def test_log_lines_can_be_json(tmp_path: Path) -> None:
+    (tmp_path / "fairhearth.toml").write_text("[log]\nformat = 'json'", encoding="utf-8")
+    async with command(tmp_path, *SIMULATED) as process:
+        await ask(await process.ready(), "/v1/chat/completions", HELLO)
+        process.signal(signal.SIGTERM)
+        _, _, err = await process.end()
+    lines = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    assert "Request r000001 of guest (chat) finished" in [line["message"] for line in lines]
+
+
+async def test_nothing_that_was_said_is_logged(tmp_path: Path) -> None:
+    async with command(tmp_path, *SIMULATED, "--log-level", "debug") as process:
+        url = await process.ready()
+        secret = {"messages": [{"role": "user", "content": "the-cat-is-called-Minka"}], "max_tokens": 2}
+        await ask(url, "/v1/chat/completions", secret)
+        await ask(url, "/v1/chat/completions", {**secret, "max_tokens": 0})
+        process.signal(signal.SIGTERM)
+        _, _, err = await process.end()
+    assert "Minka" not in err
+
+
+async def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+    code, out, _ = await run(tmp_path, "--version")
+    assert (code, out) == (0, f"fairhearth {__version__}\n")
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{__version__}"\n' in project
