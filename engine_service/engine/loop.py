@@ -468,7 +468,17 @@ class Engine:
                 self._abort_iteration()
             elif not isinstance(decision, Reject):
                 self._orders.append(decision)
+            elif not isinstance(event, Arrived):
+                self._refuse_later(decision)
         return decisions
+
+    def _refuse_later(self, refused: Reject) -> None:
+        """Tell a caller whose waiting request no longer fits (memory shrank, the policy changed)."""
+        live = self._live.pop(refused.request_id, None)
+        if live is not None:
+            # A preempted one still has its tokens on the backend.
+            self._orders.append(Cancel(request_id=refused.request_id))
+            self._hand_over(_Batch([(live.session, self._refusal(refused, live.request))]))
 
     def _abort_iteration(self) -> None:
         """Stop the prefill under way, also if the thread is just about to start it."""

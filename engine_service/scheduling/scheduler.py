@@ -101,10 +101,10 @@ class Scheduler:
                 self.state.capacity = event.capacity
                 self.state.is_backend_up = True
                 self.state.pages.total = event.capacity.num_pages
-                return []
+                return self._refuse_hopeless(now=now)
             case PolicyChanged():
                 self._set_policy(event.policy)
-                return []
+                return self._refuse_hopeless(now=now)
             case ResidentsChanged():
                 self._set_residents(event.residents)
                 return []
@@ -236,6 +236,26 @@ class Scheduler:
                 request_id=request.request_id, reason=RejectReason.NEVER_FITS, limit=max(0, fitting)
             )
         return None
+
+    def _refuse_hopeless(self, *, now: float) -> list[Decision]:
+        """Refuse waiting requests that no longer fit at all; the only scan over all of them, and rare."""
+        if self.state.capacity is None:
+            return []
+        refused: list[Decision] = []
+        for record in [r for r in self.state.records.values() if r.state is RequestState.WAITING]:
+            # A prefix is measured against what is left beside itself.
+            self.state.coming_prefixes.pop(record.request_id, None)
+            refusal = self._too_long(record)
+            if refusal is None:
+                if record.request.keep_prefix:
+                    pages = admission.most_pages_ever(self.state, record)
+                    self.state.coming_prefixes[record.request_id] = pages
+                continue
+            self.state.dequeue(record, now=now)
+            self._settle(record)
+            self._count_rejection(record)
+            refused.append(refusal)
+        return refused
 
     def _drain_s(self, num_waiting: int, *, now: float) -> float:
         """Return a coarse time (whole s, 1 to 3600) until trying again makes sense.
@@ -462,6 +482,9 @@ class Scheduler:
         self._admit_all(decisions, now=now)
         composed = composition.compose(self.state, now=now)
         if composed.is_empty:
+            if self.state.total_waiting:
+                # An empty machine that admits nobody: whoever waits lost its room after it was accepted.
+                decisions.extend(self._refuse_hopeless(now=now))
             return decisions
         self._mark_participants(composed, decisions, now=now)
         order = Compose(

@@ -101,7 +101,7 @@ class HouseholdMachine(RuleBasedStateMachine):
     def start_day(self, day: str) -> None:
         self.home.tell(DayStarted(day=day, ends_at=self.home.now + 86_400))
 
-    @rule(num_pages=st.sampled_from([60, 90]))
+    @rule(num_pages=st.sampled_from([30, 60, 90]))
     def change_capacity(self, num_pages: int) -> None:
         # Only while none is under way: an iteration may not lose its pages half-way.
         if self.home.flying is None:

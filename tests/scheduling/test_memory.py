@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from engine_service.scheduling.decisions import Grow, Preempt
-from engine_service.scheduling.events import CapacityChanged, PrefixDropped
+from engine_service.scheduling.events import CapacityChanged, PolicyChanged, PrefixDropped
 from engine_service.scheduling.model import Capacity, Policy, Resident, ResidentId
 from tests.scheduling.household import CAPACITY, Household
 
@@ -188,3 +188,25 @@ def test_a_shrunken_memory_is_drained_by_preemption() -> None:
     home.tell(CapacityChanged(capacity=home.capacity))
     home.run_dry()
     assert home.all_finished()
+
+
+def test_who_waits_and_no_longer_fits_a_shrunken_memory_is_told() -> None:
+    home = Household(residents=(ALICE, BOB))
+    home.ask("bob", "background", 800, 200)
+    waiting = home.ask("bob", "background", 3000, 200)
+    home.capacity = dataclasses.replace(CAPACITY, num_pages=64)
+    home.tell(CapacityChanged(capacity=home.capacity))
+    assert home.rejected[waiting].reason == "never_fits"
+    home.run_dry()
+    assert home.all_finished()
+
+
+def test_the_same_chunk_policy_applies_after_a_policy_change_while_running() -> None:
+    home = Household(residents=(ALICE, BOB))
+    home.ask("bob", "background", 2000, 20)
+    home.tell(PolicyChanged(policy=Policy(max_chunk_tokens=64)))
+    before = len(home.iterations)
+    home.run_dry()
+    sizes = [c.num_tokens for _, _, compose in home.iterations[before + 1 :] for c in compose.prefills]
+    assert sizes
+    assert max(sizes) <= 64
