@@ -1,0 +1,184 @@
+"""Schedulers with one mistake each: the ten of the contract. Tests that let one live are not tests.
+
+Each mutant is the smallest subclass that makes the mistake; `BREAKS` says which promise must notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from engine_service.scheduling import admission
+from engine_service.scheduling.admission import Candidate, Tier
+from engine_service.scheduling.counters import Counters
+from engine_service.scheduling.decisions import Cancel, Decision
+from engine_service.scheduling.model import Policy, ResidentId
+from engine_service.scheduling.quota import DailyQuota
+from engine_service.scheduling.records import Record
+from engine_service.scheduling.scheduler import Scheduler
+from engine_service.scheduling.state import State
+
+
+class _NoLiftCounters(Counters):
+    def lift(self, resident_id: ResidentId, *, backlogged: Iterable[ResidentId]) -> None:
+        pass
+
+
+class _ArtifactLiftCounters(Counters):
+    """The public artifact's rule: lift only if somebody else is queued."""
+
+    def lift(self, resident_id: ResidentId, *, backlogged: Iterable[ResidentId]) -> None:
+        others = [other for other in backlogged if other != resident_id]
+        if others:
+            super().lift(resident_id, backlogged=others)
+
+
+class _Replaced(Scheduler):
+    """A scheduler with one part exchanged before anybody is introduced."""
+
+    counters: type[Counters] = Counters
+    quota: type[DailyQuota] = DailyQuota
+    state_type: type[State] = State
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.state = self.state_type(policy or Policy(), counters=self.counters(), quota=self.quota())
+        self._set_residents(())
+
+
+class NoLift(_Replaced):
+    """A resident saves up credit while away."""
+
+    counters = _NoLiftCounters
+
+
+class ArtifactLift(_Replaced):
+    """Only the first branch of the lift."""
+
+    counters = _ArtifactLiftCounters
+
+
+class _AgeingState(State):
+    def urgency(self, record: Record, *, now: float) -> int:
+        return 0 if now >= record.due_at else super().urgency(record, now=now)
+
+
+class AgeingChangesClass(_Replaced):
+    """Who waited long enough is treated as voice."""
+
+    state_type = _AgeingState
+
+
+class ChargesDecodeOnly(Scheduler):
+    """Prompts are free."""
+
+    def _charge(
+        self, record: Record, fresh: int, recomputed: int, decoded: int, micros: int | None, *, now: float
+    ) -> None:
+        state = self.state
+        for account in (self._payer(record), state.class_accounts[record.class_id]):
+            account.prefill_tokens += fresh
+            account.decode_tokens += decoded
+        units = decoded * state.policy.decode_cost
+        state.counters.charge_system((fresh + recomputed) * state.policy.prefill_cost)
+        state.recomputed_tokens += recomputed
+        state.counters.charge(record.resident_id, units)
+        for account in (state.account(record.resident_id), state.class_accounts[record.class_id]):
+            account.service += units
+
+
+class _PerRequestCounters(Counters):
+    def charge(self, resident_id: ResidentId, units: int) -> None:
+        """Count requests: the scheduler below charges 1 at admission and nothing afterwards."""
+
+
+class ChargesRequests(_Replaced):
+    """Every request costs the same, however long."""
+
+    counters = _PerRequestCounters
+
+    def _admit(
+        self, candidate: Candidate, reserved: int, need: int, decisions: list[Decision], *, now: float
+    ) -> None:
+        super()._admit(candidate, reserved, need, decisions, now=now)
+        Counters.charge(self.state.counters, candidate.record.resident_id, 1)
+
+
+class ReserveIgnoresVoice(Scheduler):
+    """The reserve is spent while somebody speaks."""
+
+    def _admit_all(self, decisions: list[Decision], *, now: float) -> None:
+        super()._admit_all(decisions, now=now)
+        state = self.state
+        lower = [(f, r) for f, r in state.heads() if r.class_id.urgency >= 2]
+        for flow_id, record in lower:
+            reserved = state.admission_tokens(record)
+            need = state.pages_needed(record, reserved)
+            if admission.has_sequence(state, urgency=4) and admission.fits(state, need, urgency=4):
+                candidate = Candidate(flow_id=flow_id, record=record, tier=Tier.RESERVE, urgency=4)
+                self._admit(candidate, reserved, need, decisions, now=now)
+
+
+class CapsAreNotLendable(Scheduler):
+    """Beyond its cap nobody gets anything, whatever is free."""
+
+    def _lend(self, on_loan: list[Candidate], decisions: list[Decision], *, now: float) -> None:
+        pass
+
+
+class CancelKeepsPages(Scheduler):
+    """A cancelled running request leaves its pages behind."""
+
+    def _drop_cancelled(self) -> list[Decision]:
+        decisions: list[Decision] = []
+        for record in [r for r in self.state.holding.values() if r.is_cancelled]:
+            self.state.holding.pop(record.request_id)
+            self._settle(record)
+            decisions.append(Cancel(request_id=record.request_id))
+        return decisions
+
+
+class VictimPaysRecompute(Scheduler):
+    """Recomputation after a preemption is charged to the resident who lost its memory."""
+
+    def _charge(
+        self, record: Record, fresh: int, recomputed: int, decoded: int, micros: int | None, *, now: float
+    ) -> None:
+        super()._charge(record, fresh, recomputed, decoded, micros, now=now)
+        units = recomputed * self.state.policy.prefill_cost
+        self.state.counters.charge(record.resident_id, units)
+        self.state.counters.charge_system(0)
+        self.state.counters.system_service -= units
+        for account in (self.state.account(record.resident_id), self.state.class_accounts[record.class_id]):
+            account.service += units
+
+
+class _FixedDayQuota(DailyQuota):
+    _next_reset: float | None = None
+
+    def start_day(self, day: str, *, ends_at: float) -> None:
+        """Reset 24 hours after the last reset, whatever day it is."""
+        begins = ends_at - 24 * 3600
+        if self._next_reset is None or begins >= self._next_reset:
+            self._next_reset = ends_at if self._next_reset is None else begins + 24 * 3600
+            self._next_reset += 3600 * (self._day == "")
+            super().start_day(day, ends_at=ends_at)
+
+
+class QuotaResetsAfter24Hours(_Replaced):
+    """A day always has 24 hours."""
+
+    quota = _FixedDayQuota
+
+
+BREAKS: Final[dict[type[Scheduler], str]] = {
+    NoLift: "returning_gets_no_credit",
+    ArtifactLift: "empty_queue_gives_no_credit",
+    AgeingChangesClass: "waiting_never_becomes_urgency",
+    ChargesDecodeOnly: "prompts_are_charged_too",
+    ChargesRequests: "prompts_are_charged_too",
+    ReserveIgnoresVoice: "speech_comes_before_the_reserve",
+    CapsAreNotLendable: "caps_lend_what_nobody_uses",
+    CancelKeepsPages: "cancelling_gives_everything_back",
+    VictimPaysRecompute: "victims_do_not_pay_for_preemption",
+    QuotaResetsAfter24Hours: "a_day_is_a_local_day",
+}
