@@ -100,9 +100,9 @@ def prompts_are_charged_too(make: MakeScheduler) -> None:
 
 def speech_comes_before_the_reserve(make: MakeScheduler) -> None:
     """The background reserve is not spent while somebody speaks."""
-    home = Household(
-        make=make, residents=(ALICE, BOB), capacity=NARROW, policy=Policy(background_reserve=0.5)
-    )
+    policy = Policy(background_reserve=0.5, prefix_share=0.0)
+    roomy = Capacity(num_pages=256, page_tokens=32, max_sequences=8, max_context_tokens=1024)
+    home = Household(make=make, residents=(ALICE, BOB), capacity=roomy, policy=policy)
     for _ in range(20):
         home.ask("bob", "chat", 128, 32)
     home.run_dry()
