@@ -228,7 +228,7 @@ class _served:
     """Serve an app on a free port of loopback."""
 
     def __init__(self, app: web.Application) -> None:
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
 
     async def __aenter__(self) -> str:
         await self._runner.setup()

@@ -1,0 +1,43 @@
+"""What the documentation says is so: its entities exist and its example runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+from pytest_homeassistant_custom_component.common import MockConfigEntry, async_mock_service
+
+from custom_components.fairhearth.attribution import WorkloadClass
+from custom_components.fairhearth.sensor import CLASS_SENSORS, ENGINE_SENSORS, RESIDENT_SENSORS
+from homeassistant.core import HomeAssistant
+from homeassistant.setup import async_setup_component
+from tests.ha.fake_engine import FakeEngine
+
+TEXT = (Path(__file__).parents[2] / "docs" / "home-assistant.md").read_text(encoding="utf-8")
+
+
+def test_every_entity_is_explained() -> None:
+    section = TEXT.partition("## What the entities mean")[2].partition("\n## ")[0]
+    second_columns = re.findall(r"^\| [^|]* \| ([^|]*) \|", section, re.MULTILINE)
+    explained = {key for column in second_columns for key in re.findall(r"`(\w+)`", column)}
+    keys = {description.key for description in (*RESIDENT_SENSORS, *ENGINE_SENSORS)}
+    by_class = {f"{description.key}_{item}" for description in CLASS_SENSORS for item in WorkloadClass}
+    assert keys | {"policy_met"} <= explained
+    assert explained <= keys | by_class | {"policy_met"}
+
+
+async def test_the_example_automation_runs(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    messages = async_mock_service(hass, "notify", "send_message")
+    example = re.search(r"```yaml\n(automation:.*?)```", TEXT, re.DOTALL)
+    assert example is not None
+    assert await async_setup_component(hass, "automation", yaml.safe_load(example[1]))
+    target = {"entity_id": "automation.good_night_in_one_sentence"}
+    await hass.services.async_call("automation", "trigger", target, blocking=True)
+    await hass.async_block_till_done()
+    (message,) = messages
+    assert message.data["message"] == "Hello from the fake engine."
+    assert engine.chats[0].options.caller.resident_id == "alice"
+    await hass.services.async_call("automation", "turn_off", target, blocking=True)  # ends its timer
