@@ -35,17 +35,16 @@ def async_origin_of_conversation(
 def async_origin_of_task(caller: Context | None, context_users: ContextUsers) -> Origin:
     """Return where an AI task comes from.
 
-    `caller` is the context last seen in this asyncio task; it counts only when the running chat session was
-    opened with a context, and for the same user. The entity's own context is shared by all callers and goes
-    stale.
+    `caller` is the context last seen in this asyncio task. It may be that of an earlier call, so it counts
+    only when the chat session of this call was opened with a context. The entity's own context is shared by
+    all callers and goes stale.
     """
     session = current_session.get()
-    if session is None or session.user_id is UNDEFINED:
+    if session is None or session.user_id is UNDEFINED or caller is None:
         return Origin(is_traced=trace_id_get() is not None, is_task=True)
-    is_ours = caller is not None and caller.user_id == session.user_id
     return Origin(
-        user_id=session.user_id,
-        parent_user_id=context_users.user_of(caller.parent_id) if caller is not None and is_ours else None,
+        user_id=caller.user_id,
+        parent_user_id=context_users.user_of(caller.parent_id),
         is_traced=trace_id_get() is not None,
         is_task=True,
     )

@@ -11,7 +11,7 @@ from pytest_homeassistant_custom_component.common import MockConfigEntry
 from homeassistant.auth.models import User
 from homeassistant.components import ai_task, conversation
 from homeassistant.core import Context, HomeAssistant
-from homeassistant.helpers import area_registry as ar, device_registry as dr, entity_registry as er
+from homeassistant.helpers import area_registry as ar, device_registry as dr, entity_registry as er, llm
 from homeassistant.setup import async_setup_component
 from tests.ha.conftest import until
 from tests.ha.fake_engine import FakeEngine
@@ -229,6 +229,38 @@ async def test_tasks_at_once_are_each_charged_to_their_own_caller(
     assert by_prompt == {alice.id: "alice", stranger.id: "guest", "None": "house"}
     assert len(engine.chats) == 4
     assert {chat.options.caller.class_id.value for chat in engine.chats} == {"background"}
+
+
+class ToolsThatTakeTime(llm.API):
+    """An API as an integration may provide it, which has to look something up first."""
+
+    async def async_get_api_instance(self, llm_context: llm.LLMContext) -> llm.APIInstance:
+        await asyncio.sleep(0.1)
+        return llm.APIInstance(api=self, api_prompt="", llm_context=llm_context, tools=[])
+
+
+async def test_tasks_of_automations_at_once_are_each_charged_to_who_set_off_theirs(
+    hass: HomeAssistant, engine: FakeEngine, alice: User, loaded: MockConfigEntry
+) -> None:
+    """Neither context has a user, only the parent tells them apart; and both are under way before either is
+    sent."""
+    pressed, ticked = Context(user_id=alice.id), Context()
+    loaded.runtime_data.context_users.remember(pressed.id, alice.id)
+    await asyncio.gather(
+        *(
+            ai_task.async_generate_data(
+                hass,
+                task_name="report",
+                entity_id=TASK,
+                instructions=name,
+                llm_api=ToolsThatTakeTime(hass=hass, id="slow", name="Slow"),
+                context=Context(parent_id=parent.id),
+            )
+            for name, parent in (("pressed", pressed), ("ticked", ticked))
+        )
+    )
+    by_prompt = {chat.messages[-1].content: chat.options.caller.resident_id for chat in engine.chats}
+    assert by_prompt == {"pressed": "alice", "ticked": "house"}
 
 
 async def test_a_task_ordered_by_an_integration_is_not_charged_to_the_last_caller(

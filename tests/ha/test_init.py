@@ -119,6 +119,7 @@ async def test_an_engine_restarted_under_it_is_followed_again_without_a_reload(
     await until(lambda: hass.states.get(ALICE_TOKENS).state == "unavailable")
     assert hass.states.get("conversation.agent").state == "unavailable"
     assert hass.states.get("ai_task.task").state == "unavailable"
+    await until(lambda: "no engine answers" in str(coordinator.last_exception))  # it was tried again
     engine.forget()
     engine.version = "0.2.0"
     await engine.start()
