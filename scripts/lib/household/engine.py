@@ -38,6 +38,13 @@ class EngineProcess:
         """Return whether the process lives."""
         return self._process is not None and self._process.is_running
 
+    @property
+    def pid(self) -> int:
+        """Return the process id; raise RuntimeError if the engine is not started."""
+        if self._process is None:
+            raise RuntimeError("the engine is not started")
+        return self._process.pid
+
     async def start(self, *, policy: str = "fairhearth", event_log: Path | None = None) -> None:
         """Start and wait until it is ready; raise ProcessDied with its own words where it is not."""
         self.folder.mkdir(parents=True, exist_ok=True)

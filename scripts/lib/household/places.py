@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -29,3 +30,9 @@ def free_port(preferred: int | None = None) -> int:
                 continue
             return int(probe.getsockname()[1])
     raise OSError(f"no port is free on {LOOPBACK}")
+
+
+def read_cpu_seconds(pid: int) -> float:
+    """Return the processor time a process and its threads have used (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

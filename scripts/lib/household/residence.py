@@ -168,9 +168,19 @@ async def _add_engine(
 ) -> str:
     """Connect the engine, shape what came with it, and add the residents."""
     entry_id = str((await flows.add_entry(rest, "fairhearth", {"url": url, "token": token}))["entry_id"])
-    voice = {"name": "Voice", "prompt": VOICE_PROMPT, "max_tokens": VOICE_TOKENS, "temperature": 0}
-    chat = {"name": "Chat", "prompt": CHAT_PROMPT, "max_tokens": CHAT_TOKENS, "temperature": 0}
-    task = {"name": "Summaries", "max_tokens": SUMMARY_TOKENS, "temperature": 0}
+    voice: dict[str, Any] = {
+        "name": "Voice",
+        "prompt": VOICE_PROMPT,
+        "max_tokens": VOICE_TOKENS,
+        "temperature": 0,
+    }
+    chat: dict[str, Any] = {
+        "name": "Chat",
+        "prompt": CHAT_PROMPT,
+        "max_tokens": CHAT_TOKENS,
+        "temperature": 0,
+    }
+    task: dict[str, Any] = {"name": "Summaries", "max_tokens": SUMMARY_TOKENS, "temperature": 0}
     alice = {"name": "Alice", "person": "person.alice", "satellites": [satellites[KITCHEN]]}
     bob = {"name": "Bob", "person": "person.bob", "areas": [areas[BEDROOM]]}
     defaults = {
@@ -194,7 +204,7 @@ async def _settled(rest: Rest) -> None:
 
 async def _add_pipeline(socket: WebSocket, name: str, agent: str) -> str:
     """Add an Assist pipeline that leaves everything to an agent; return its id."""
-    nothing = dict.fromkeys(
+    nothing: dict[str, Any] = dict.fromkeys(
         [
             *("stt_engine", "stt_language", "tts_engine", "tts_language", "tts_voice"),
             *("wake_word_entity", "wake_word_id"),
