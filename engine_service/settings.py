@@ -236,17 +236,21 @@ def _fields_of(kind: type, *, without: frozenset[str] = frozenset()) -> dict[Any
 
 
 _CLASS_FIELDS: Final = table(_fields_of(ClassPolicy), what="key")
+_POLICY_FIELDS: Final = {
+    vol.Optional("classes"): table(
+        {vol.Optional(class_id.value): _CLASS_FIELDS for class_id in WorkloadClass}, what="workload class"
+    ),
+    **_fields_of(Policy, without=frozenset({"classes"})),
+}
 _POLICY: Final = table(
     {
         vol.Optional("scheduler"): member(SchedulerName),
         vol.Optional("time_zone"): _zone,
-        vol.Optional("classes"): table(
-            {vol.Optional(class_id.value): _CLASS_FIELDS for class_id in WorkloadClass}, what="workload class"
-        ),
-        **_fields_of(Policy, without=frozenset({"classes"})),
+        **_POLICY_FIELDS,
     },
     what="key",
 )
+_ONLY_POLICY: Final = table({vol.Optional("policy"): table(_POLICY_FIELDS, what="key")}, what="table")
 
 _FILE: Final = table(
     {
@@ -413,6 +417,17 @@ def _policy(raw: Mapping[str, Any]) -> Policy:
         return replace(default, **given, classes=classes)
     except ValueError as error:
         raise _BadTable(f"policy: {error}") from None
+
+
+def policy_from(raw: object, source: str) -> Policy:
+    """Return the default policy changed by a table like `[policy]`, which was read from source.
+
+    For whoever rehearses a policy without starting an engine; raises SettingsError like `load`.
+    """
+    try:
+        return _policy(_checked(_ONLY_POLICY, {"policy": raw}, source)["policy"])
+    except _BadTable as error:
+        raise SettingsError(f"{source}: {error}") from None
 
 
 def _residents(raw: Mapping[str, Any]) -> tuple[NamedResident, ...]:
