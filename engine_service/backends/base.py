@@ -7,6 +7,7 @@ that one thread, except `Backend.abort`, `Tokenizer` and the read-only `info`, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -65,6 +66,26 @@ class Sampling:
     seed: int | None = None  #: same seed and same logits give the same tokens
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     num_logprobs: int | None = None  #: None: none; n >= 0: the chosen token's and the n best
+
+    def __post_init__(self) -> None:
+        """Refuse values no sampler could use (ValueError)."""
+        checks = (
+            ("temperature", self.temperature >= 0, ">= 0"),
+            ("top_k", self.top_k >= 0, ">= 0"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("repetition_penalty", self.repetition_penalty > 0, "> 0"),
+            ("num_logprobs", self.num_logprobs is None or self.num_logprobs >= 0, ">= 0"),
+            ("seed", self.seed is None or self.seed >= 0, ">= 0"),
+        )
+        for name, is_right, expected in checks:
+            if not is_right:
+                raise ValueError(f"{name} must be {expected}, not {getattr(self, name)}")
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, not {getattr(self, name)}")
+        if not all(map(math.isfinite, self.logit_bias.values())):
+            raise ValueError("logit_bias must have finite numbers only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ or ids are needed, so they never count as held.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,15 @@ class PrefixStore:
     def num_pinned(self) -> int:
         """Pinned prefixes."""
         return len(self._pinned)
+
+    def __iter__(self) -> Iterator[Stored]:
+        yield from self._pinned.values()
+        yield from self._cached.values()
+
+    @property
+    def pinned_ids(self) -> tuple[RequestId, ...]:
+        """The requests that pinned something."""
+        return tuple(self._pinned)
 
     @property
     def pinned(self) -> tuple[Stored, ...]:

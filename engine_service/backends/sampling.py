@@ -11,6 +11,7 @@ al. 2024). Log probabilities are the model's own, before all of that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -22,6 +23,7 @@ from engine_service.backends.base import Sampling
 Floats = NDArray[np.floating[Any]]
 TokenIds = NDArray[np.integer[Any]]
 
+_GREEDY_BELOW: Final = 1e-6  # below, dividing by it would overflow
 _CUTS: Final = (1e-2, 1e-4, 1e-7, 0.0)  # relative to the best; each is tried until enough mass is above it
 
 
@@ -76,7 +78,7 @@ class Sampler:
         Raises ValueError if the logits are not numbers or nothing is allowed.
         """
         scores = self._adjusted(logits) if self._adjusts else logits
-        if self.sampling.temperature == 0:
+        if self.sampling.temperature < _GREEDY_BELOW:
             token_id = self._best(scores, token_filter)
         else:
             token_id = self._drawn(scores, token_filter)
@@ -86,7 +88,7 @@ class Sampler:
 
     def _best(self, scores: Floats, token_filter: TokenFilter | None) -> int:
         best = int(scores.argmax())
-        if not np.isfinite(scores[best]):
+        if not math.isfinite(scores[best]):
             raise ValueError("the model's output is not a number")
         if token_filter is not None:
             if token_filter.allows(best):
@@ -112,7 +114,7 @@ class Sampler:
         """Return an index, drawn by the softmax of scores / temperature after the truncations."""
         sampling = self.sampling
         top = scores.max()
-        if not np.isfinite(top):
+        if not math.isfinite(top):
             raise ValueError("the model's output is not a number")
         weights = np.exp((scores - top) * np.float32(1 / sampling.temperature))
         indices: TokenIds | None = None
@@ -135,7 +137,8 @@ class Sampler:
             seen = np.fromiter(self._seen, dtype=np.int64, count=len(self._seen))
             values = scores[seen]
             penalty = np.float32(sampling.repetition_penalty)
-            scores[seen] = np.where(values > 0, values / penalty, values * penalty)
+            with np.errstate(all="ignore"):  # what overflows is caught when the token is chosen
+                scores[seen] = np.where(values > 0, values / penalty, values * penalty)
         if self._output_counts and (sampling.presence_penalty or sampling.frequency_penalty):
             ids, counts = _as_arrays(self._output_counts)
             penalties = sampling.presence_penalty + sampling.frequency_penalty * counts

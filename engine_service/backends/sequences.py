@@ -38,6 +38,10 @@ class CellStore(Protocol):
         """Slots that hold nothing."""
         ...
 
+    def length(self, sequence_id: int) -> int:
+        """Return how many tokens the device itself says the sequence stores."""
+        ...
+
     def num_held(self, sequence_ids: Sequence[int]) -> int:
         """Return how many different slots these sequences hold together."""
         ...
@@ -105,6 +109,7 @@ class SequenceHolder:
         self._vocabulary = vocabulary
         self._live: dict[RequestId, Live] = {}
         self._prefixes = PrefixStore()
+        self._num_ids = num_sequence_ids
         self._free_ids = list(range(num_sequence_ids - 1, -1, -1))
         self._max_sequences = max_sequences
         self._max_pinned = num_sequence_ids - max_sequences
@@ -123,9 +128,36 @@ class SequenceHolder:
         return self._cells.num_cells - self._cells.num_free - self.num_cells_held
 
     @property
-    def num_sequence_ids_free(self) -> int:
-        """Sequences that hold nothing."""
-        return len(self._free_ids)
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """Every request that is known, preempted ones included."""
+        return tuple(self._live)
+
+    @property
+    def pinned_ids(self) -> tuple[RequestId, ...]:
+        """The requests whose prompts are pinned prefixes."""
+        return self._prefixes.pinned_ids
+
+    @property
+    def num_sequence_ids(self) -> int:
+        """Sequences in all: for requests, pinned prefixes and what is cached."""
+        return self._num_ids
+
+    def check(self) -> None:
+        """Compare these accounts with what the device says it stores; raise AssertionError otherwise."""
+        expected = {stored.sequence_id: len(stored.tokens) for stored in self._prefixes}
+        expected |= {live.sequence_id: live.num_stored for live in self._live.values() if live.holds_cells}
+        expected |= dict.fromkeys(self._free_ids, 0)
+        if sorted(expected) != list(range(self._num_ids)):
+            raise AssertionError(f"sequence ids were lost or used twice: {sorted(expected)}")
+        stored = {sequence_id: self._cells.length(sequence_id) for sequence_id in expected}
+        if stored != expected:
+            wrong = {i: (stored[i], expected[i]) for i in expected if stored[i] != expected[i]}
+            raise AssertionError(f"tokens (stored, accounted) differ by sequence: {wrong}")
+
+    def drop_cache(self) -> None:
+        """Give up every sequence that is only cached."""
+        while self._evict():
+            pass
 
     def shared_prefix_tokens(self, prompt_ids: Sequence[int]) -> int:
         """Return how many leading tokens a pinned prefix holds; always < len(prompt_ids) (any thread)."""

@@ -45,11 +45,13 @@ class TextAssembler:
         return text
 
     def _cut(self, text: str) -> str:
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        # The one that is complete first, as if characters came singly: then it does not matter how the text
+        # was cut into tokens.
+        found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
             self.is_stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         num_held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

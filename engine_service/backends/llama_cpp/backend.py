@@ -207,7 +207,7 @@ class LlamaCppBackend(SequenceHolder):
         outcomes = []
         for part in parts:
             live = part.live
-            kept = context.stored(live.sequence_id) - live.num_stored
+            kept = context.length(live.sequence_id) - live.num_stored
             context.append(live.sequence_id, kept)
             if kept == part.num_tokens and part.output_row >= 0 and logits is None:
                 kept -= 1

@@ -109,6 +109,7 @@ class _QuantiseParams(ctypes.Structure):
         ("tt_overrides", ctypes.c_void_p),
         ("prune_layers", ctypes.c_void_p),
         ("max_buf_size", ctypes.c_size_t),
+        ("_room", ctypes.c_uint8 * 256),
     ]
 
 
@@ -148,6 +149,15 @@ def _model_fields() -> _Fields:
     return fields + _typed(
         flag, "vocab_only", "check_tensors", "use_extra_bufts", "no_host", "no_alloc", "load_mtp"
     )
+
+
+def _structure(name: str, fields: _Fields) -> Any:
+    """Make a struct type with room behind it.
+
+    These structs come back by value: were the library's longer than the layout, it would write past the end
+    before the check could notice.
+    """
+    return type(name, (ctypes.Structure,), {"_fields_": [*fields, ("_room", ctypes.c_uint8 * 256)]})
 
 
 _CONTEXT_DEFAULTS: Final[dict[str, object]] = {
@@ -193,15 +203,13 @@ class Library:
         self._log_callback = _LogCallback(self._keep_log)
         folder = _folder_of(provider)
         self._lib = _open_library(folder, provider)
-        self._context_params = type(
-            "ContextParams", (ctypes.Structure,), {"_fields_": _context_fields(provider)}
-        )
-        self._model_params = type("ModelParams", (ctypes.Structure,), {"_fields_": _model_fields()})
+        self._context_params = _structure("ContextParams", _context_fields(provider))
+        self._model_params = _structure("ModelParams", _model_fields())
         self._declare()
+        self._check_abi()
         self._lib.llama_log_set(self._log_callback, None)
         self._load_cpu_plugin(folder)
         self._lib.llama_backend_init()
-        self._check_abi()
 
     # -- loading ---------------------------------------------------------------------------------------
 
@@ -240,7 +248,6 @@ class Library:
             "llama_get_logits": (ptr, (ptr,)),
             "llama_synchronize": (None, (ptr,)),
             "llama_get_memory": (ptr, (ptr,)),
-            "llama_memory_clear": (None, (ptr, flag)),
             "llama_memory_seq_rm": (flag, (ptr, i32, i32, i32)),
             "llama_memory_seq_cp": (None, (ptr, i32, i32, i32, i32)),
             "llama_memory_seq_pos_max": (i32, (ptr, i32)),
@@ -435,10 +442,6 @@ class Library:
     def memory(self, context: int) -> int:
         """Return the handle of the context's cache."""
         return int(self._lib.llama_get_memory(context))
-
-    def clear(self, memory: int) -> None:
-        """Forget every sequence."""
-        self._lib.llama_memory_clear(memory, True)
 
     def remove(self, memory: int, sequence_id: int, start: int) -> bool:
         """Forget the positions [start, end) of a sequence; False if the cache cannot be cut there."""

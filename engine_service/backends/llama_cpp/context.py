@@ -136,7 +136,7 @@ class Context:
         flat: NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(address))
         return flat.reshape(self._num_outputs, self._vocab_size)
 
-    def stored(self, sequence_id: int) -> int:
+    def length(self, sequence_id: int) -> int:
         """Return how many tokens llama.cpp itself says the sequence stores."""
         return self._library.last_position(self._memory, sequence_id) + 1
 

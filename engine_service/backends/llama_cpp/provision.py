@@ -56,7 +56,7 @@ def open_backend(
     if model_path is not None:
         model = Model(library, model_path)
     else:
-        model = _open_default(library, cache_dir, requantise=requantise, progress=progress)
+        model = open_default_model(library, cache_dir, requantise=requantise, progress=progress)
     try:
         backend = LlamaCppBackend(
             model, context_tokens=context_tokens, max_sequences=max_sequences, threads=num_threads
@@ -89,7 +89,8 @@ def default_model_path() -> Path:
     return path
 
 
-def _open_default(library: Library, cache_dir: Path, *, requantise: bool, progress: Progress) -> Model:
+def open_default_model(library: Library, cache_dir: Path, *, requantise: bool, progress: Progress) -> Model:
+    """Open the default model, as packaged or requantised in cache_dir; a damaged copy there is made again."""
     source = default_model_path()
     if not requantise:
         return Model(library, source)
