@@ -1,4 +1,4 @@
-"""The dialogs: connect an engine, and set up its conversation agents, AI tasks and residents.
+"""The dialogs for an engine: connect it, find it again, give it another address or token.
 
 An engine is known by its own id, not by its address, so it may move. A dialog asks the engine before it saves
 anything and names what was wrong: the address, the token, what the token may do, or which side to update.
@@ -13,58 +13,27 @@ import probatio
 from yarl import URL
 
 from homeassistant.config_entries import (
-    SOURCE_USER,
-    ConfigEntryState,
     ConfigFlow,
     ConfigFlowResult,
     ConfigSubentryData,
     ConfigSubentryFlow,
-    SubentryFlowResult,
 )
-from homeassistant.const import CONF_LLM_HASS_API, CONF_NAME, CONF_PROMPT, CONF_TOKEN, CONF_URL
+from homeassistant.const import CONF_LLM_HASS_API, CONF_TOKEN, CONF_URL
 from homeassistant.core import HomeAssistant, callback
 from homeassistant.helpers import llm
 from homeassistant.helpers.aiohttp_client import async_get_clientsession
 from homeassistant.helpers.selector import (
-    AreaSelector,
-    AreaSelectorConfig,
-    BooleanSelector,
-    EntitySelector,
-    EntitySelectorConfig,
-    NumberSelector,
-    NumberSelectorConfig,
-    NumberSelectorMode,
-    SelectOptionDict,
-    SelectSelector,
-    SelectSelectorConfig,
-    SelectSelectorMode,
-    TemplateSelector,
     TextSelector,
     TextSelectorConfig,
     TextSelectorType,
 )
 from homeassistant.helpers.service_info.zeroconf import ZeroconfServiceInfo
-from homeassistant.util import slugify
 
-from .attribution import RESERVED_RESIDENT_IDS
 from .const import (
-    CONF_AREAS,
-    CONF_DAILY_IS_HARD,
-    CONF_DAILY_TOKENS,
-    CONF_MAX_TOKENS,
-    CONF_PERSON,
-    CONF_RESIDENT_ID,
-    CONF_SATELLITES,
-    CONF_TEMPERATURE,
-    CONF_USERS,
-    CONF_WEIGHT,
     DEFAULT_AI_TASK_NAME,
     DEFAULT_CONVERSATION_NAME,
-    DEFAULT_MAX_TOKENS,
     DEFAULT_PORT,
-    DEFAULT_TASK_MAX_TOKENS,
     DEFAULT_URL,
-    DEFAULT_WEIGHT,
     DOMAIN,
     LOGGER,
     REQUIRED_SCOPES,
@@ -82,6 +51,8 @@ from .engine_client import (
     InvalidToken,
     NotAllowed,
 )
+from .errors import Refused
+from .subentry_flow import AgentSubentryFlow, ResidentSubentryFlow
 
 _TOKEN_SELECTOR: Final = TextSelector(
     TextSelectorConfig(type=TextSelectorType.PASSWORD, autocomplete="current-password")
@@ -95,19 +66,6 @@ ENGINE_SCHEMA: Final = probatio.Schema(
     }
 )
 TOKEN_SCHEMA: Final = probatio.Schema({probatio.Required(CONF_TOKEN): _TOKEN_SELECTOR})
-
-MAX_RESIDENT_ID_CHARACTERS: Final = 64
-MAX_RESIDENT_NAME_CHARACTERS: Final = 128
-"""The engine takes no longer ones."""
-
-
-class Refused(Exception):
-    """A dialog's input does not work; holds the field and the key of the text that says why."""
-
-    def __init__(self, key: str, field: str = "base") -> None:
-        """Name the text and the field it belongs to."""
-        super().__init__(key)
-        self.errors = {field: key}
 
 
 def normalized_url(text: str) -> str:
@@ -303,167 +261,3 @@ def _default_subentries() -> list[ConfigSubentryData]:
             subentry_type=SUBENTRY_AI_TASK, title=DEFAULT_AI_TASK_NAME, unique_id=None, data={}
         ),
     ]
-
-
-def _whole_number(least: int, most: int, unit: str | None = None) -> NumberSelector:
-    config = NumberSelectorConfig(min=least, max=most, step=1, mode=NumberSelectorMode.BOX)
-    if unit is not None:
-        config["unit_of_measurement"] = unit
-    return NumberSelector(config)
-
-
-class AgentSubentryFlow(ConfigSubentryFlow):
-    """Adds or changes a conversation agent or an AI task."""
-
-    async def async_step_user(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
-        """Add one."""
-        return await self.async_step_init(user_input)
-
-    async def async_step_reconfigure(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
-        """Change one."""
-        return await self.async_step_init(user_input)
-
-    async def async_step_init(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
-        """Ask for name and options."""
-        if self._get_entry().state is not ConfigEntryState.LOADED:
-            return self.async_abort(reason="entry_not_loaded")
-        if user_input is not None:
-            return self._save(user_input)
-        return self.async_show_form(
-            step_id="init",
-            data_schema=self.add_suggested_values_to_schema(self._schema(), self._suggested()),
-        )
-
-    def _save(self, user_input: dict[str, Any]) -> SubentryFlowResult:
-        data = dict(user_input)
-        title = data.pop(CONF_NAME)
-        if CONF_MAX_TOKENS in data:
-            data[CONF_MAX_TOKENS] = int(data[CONF_MAX_TOKENS])
-        if self.source == SOURCE_USER:
-            return self.async_create_entry(title=title, data=data)
-        return self.async_update_and_abort(
-            self._get_entry(), self._get_reconfigure_subentry(), title=title, data=data
-        )
-
-    def _is_conversation(self) -> bool:
-        return self._subentry_type == SUBENTRY_CONVERSATION
-
-    def _suggested(self) -> dict[str, Any]:
-        if self.source == SOURCE_USER:
-            if self._is_conversation():
-                return {
-                    CONF_NAME: DEFAULT_CONVERSATION_NAME,
-                    CONF_PROMPT: llm.DEFAULT_INSTRUCTIONS_PROMPT,
-                    CONF_LLM_HASS_API: [llm.LLM_API_ASSIST],
-                }
-            return {CONF_NAME: DEFAULT_AI_TASK_NAME}
-        subentry = self._get_reconfigure_subentry()
-        return {CONF_NAME: subentry.title, **subentry.data}
-
-    def _schema(self) -> probatio.Schema:
-        schema: dict[Any, Any] = {probatio.Required(CONF_NAME): TextSelector()}
-        if self._is_conversation():
-            apis = [SelectOptionDict(label=api.name, value=api.id) for api in llm.async_get_apis(self.hass)]
-            schema[probatio.Optional(CONF_PROMPT)] = TemplateSelector()
-            schema[probatio.Optional(CONF_LLM_HASS_API)] = SelectSelector(
-                SelectSelectorConfig(options=apis, multiple=True, mode=SelectSelectorMode.LIST)
-            )
-        default_max_tokens = DEFAULT_MAX_TOKENS if self._is_conversation() else DEFAULT_TASK_MAX_TOKENS
-        schema[probatio.Required(CONF_MAX_TOKENS, default=default_max_tokens)] = _whole_number(1, 32768)
-        schema[probatio.Optional(CONF_TEMPERATURE)] = NumberSelector(
-            NumberSelectorConfig(min=0, max=2, step=0.05, mode=NumberSelectorMode.SLIDER)
-        )
-        return probatio.Schema(schema)
-
-
-class ResidentSubentryFlow(ConfigSubentryFlow):
-    """Adds or changes a resident: who it is, how they are recognised, and what they are entitled to."""
-
-    async def async_step_user(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
-        """Add a resident."""
-        return await self._async_step("user", user_input)
-
-    async def async_step_reconfigure(self, user_input: dict[str, Any] | None = None) -> SubentryFlowResult:
-        """Change a resident."""
-        return await self._async_step("reconfigure", user_input)
-
-    async def _async_step(self, step_id: str, user_input: dict[str, Any] | None) -> SubentryFlowResult:
-        errors: dict[str, str] = {}
-        if user_input is not None:
-            try:
-                return self._save(user_input)
-            except Refused as refused:
-                errors = refused.errors
-        suggested = user_input if user_input is not None else self._suggested()
-        return self.async_show_form(
-            step_id=step_id,
-            data_schema=self.add_suggested_values_to_schema(await self._async_schema(), suggested),
-            errors=errors,
-        )
-
-    def _save(self, user_input: dict[str, Any]) -> SubentryFlowResult:
-        """Save a resident; its id on the engine is made once from its name and stays when it is renamed."""
-        data = dict(user_input)
-        name = data.pop(CONF_NAME).strip()
-        if not name:
-            raise Refused("name_missing", CONF_NAME)
-        if len(name) > MAX_RESIDENT_NAME_CHARACTERS:
-            raise Refused("name_too_long", CONF_NAME)
-        data[CONF_WEIGHT] = int(data[CONF_WEIGHT])
-        if CONF_DAILY_TOKENS in data:
-            data[CONF_DAILY_TOKENS] = int(data[CONF_DAILY_TOKENS])
-        if self.source == SOURCE_USER:
-            resident_id = self._new_resident_id(name)
-            return self.async_create_entry(
-                title=name, data={CONF_RESIDENT_ID: resident_id, **data}, unique_id=resident_id
-            )
-        subentry = self._get_reconfigure_subentry()
-        return self.async_update_and_abort(
-            self._get_entry(),
-            subentry,
-            title=name,
-            data={CONF_RESIDENT_ID: subentry.data[CONF_RESIDENT_ID], **data},
-        )
-
-    def _new_resident_id(self, name: str) -> str:
-        resident_id = slugify(name)[:MAX_RESIDENT_ID_CHARACTERS]
-        if resident_id == "unknown":  # what slugify makes of a name without a letter or digit
-            raise Refused("name_missing", CONF_NAME)
-        if resident_id in RESERVED_RESIDENT_IDS:
-            raise Refused("name_reserved", CONF_NAME)
-        taken = {
-            subentry.data[CONF_RESIDENT_ID]
-            for subentry in self._get_entry().get_subentries_of_type(SUBENTRY_RESIDENT)
-        }
-        if resident_id in taken:
-            raise Refused("name_taken", CONF_NAME)
-        return resident_id
-
-    def _suggested(self) -> dict[str, Any]:
-        if self.source == SOURCE_USER:
-            return {}
-        subentry = self._get_reconfigure_subentry()
-        return {CONF_NAME: subentry.title, **subentry.data}
-
-    async def _async_schema(self) -> probatio.Schema:
-        users = [
-            SelectOptionDict(label=user.name or user.id, value=user.id)
-            for user in await self.hass.auth.async_get_users()
-            if not user.system_generated and user.is_active
-        ]
-        return probatio.Schema(
-            {
-                probatio.Required(CONF_NAME): TextSelector(),
-                probatio.Optional(CONF_PERSON): EntitySelector(EntitySelectorConfig(domain="person")),
-                probatio.Optional(CONF_USERS): SelectSelector(
-                    SelectSelectorConfig(options=users, multiple=True, mode=SelectSelectorMode.DROPDOWN)
-                ),
-                probatio.Optional(CONF_SATELLITES): EntitySelector(
-                    EntitySelectorConfig(domain="assist_satellite", multiple=True)
-                ),
-                probatio.Optional(CONF_AREAS): AreaSelector(AreaSelectorConfig(multiple=True)),
-                probatio.Required(CONF_WEIGHT, default=DEFAULT_WEIGHT): _whole_number(1, 100),
-                probatio.Optional(CONF_DAILY_TOKENS): _whole_number(1, 1_000_000_000, "tokens"),
-                probatio.Required(CONF_DAILY_IS_HARD, default=False): BooleanSelector(),
-            }
-        )

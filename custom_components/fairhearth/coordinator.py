@@ -33,8 +33,8 @@ from .engine_client import (
     InvalidToken,
     ProtocolError,
     UnknownResident,
+    check_schema_version,
 )
-from .engine_client.protocol import check_schema_version
 from .errors import as_home_assistant_error
 from .residents import ResidentRegistrar
 

@@ -1,4 +1,4 @@
-"""Turns what the engine client raises into errors that Home Assistant shows in the user's language.
+"""Errors as Home Assistant shows them, in the user's language: of the engine, and of what a dialog was given.
 
 The only place where an `EngineError` becomes a `HomeAssistantError`. Each class has its own text, so that a
 spoken answer names the cause; what only the engine can word is passed on as a placeholder.
@@ -63,3 +63,12 @@ def as_home_assistant_error(
         translation_key=translation_key(err),
         translation_placeholders={"message": err.message},
     )
+
+
+class Refused(Exception):
+    """A dialog's input does not work; holds the field and the key of the text that says why."""
+
+    def __init__(self, key: str, field: str = "base") -> None:
+        """Name the text and the field it belongs to."""
+        super().__init__(key)
+        self.errors = {field: key}

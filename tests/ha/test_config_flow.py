@@ -9,8 +9,9 @@ import pytest
 from aiohttp import web
 from pytest_homeassistant_custom_component.common import MockConfigEntry
 
-from custom_components.fairhearth.config_flow import Refused, normalized_url
+from custom_components.fairhearth.config_flow import normalized_url
 from custom_components.fairhearth.const import DOMAIN
+from custom_components.fairhearth.errors import Refused
 from homeassistant.config_entries import SOURCE_USER, SOURCE_ZEROCONF, ConfigEntryState
 from homeassistant.const import CONF_LLM_HASS_API, CONF_TOKEN, CONF_URL
 from homeassistant.core import HomeAssistant

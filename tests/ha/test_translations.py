@@ -57,10 +57,11 @@ def test_every_error_has_a_text_and_every_text_an_error() -> None:
 
 
 def test_every_refusal_of_a_dialog_has_a_text() -> None:
-    refused = set(re.findall(r'Refused\("(\w+)"', SOURCE["config_flow.py"]))
+    source = SOURCE["config_flow.py"] + SOURCE["subentry_flow.py"]
+    refused = set(re.findall(r'Refused\("(\w+)"', source))
     subentry_errors = TEXTS["config_subentries"]["resident"]["error"].keys()
     assert refused == TEXTS["config"]["error"].keys() | subentry_errors
-    aborted = set(re.findall(r'reason="(\w+)"', SOURCE["config_flow.py"]))
+    aborted = set(re.findall(r'reason="(\w+)"', source))
     known = TEXTS["config"]["abort"].keys() | TEXTS["config_subentries"]["conversation"]["abort"].keys()
     assert aborted <= known
 

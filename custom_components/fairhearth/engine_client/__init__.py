@@ -25,24 +25,18 @@ from .errors import (
     UnknownModel,
     UnknownResident,
 )
+from .fairness import ClassReport, EngineLoad, FairnessSnapshot, Quantiles, ResidentReport
 from .protocol import (
     SCHEMA_VERSION,
     Accepted,
     ChatEvent,
     ChatRequest,
-    ClassReport,
     EngineInfo,
-    EngineLoad,
-    FairnessSnapshot,
     Finished,
     Health,
-    JsonObject,
-    JsonValue,
     Message,
     PrefixPin,
-    Quantiles,
     ReasoningDelta,
-    ResidentReport,
     ResidentSettings,
     TextDelta,
     TokenCounts,
@@ -50,7 +44,9 @@ from .protocol import (
     ToolCalled,
     ToolSpec,
     Usage,
+    check_schema_version,
 )
+from .reading import JsonObject, JsonValue
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -96,4 +92,5 @@ __all__ = [
     "UnknownModel",
     "UnknownResident",
     "Usage",
+    "check_schema_version",
 ]

@@ -16,23 +16,22 @@ import aiohttp
 from yarl import URL
 
 from .errors import CannotConnect, ProtocolError, error_from_wire
+from .fairness import FairnessSnapshot
 from .protocol import (
     ChatEvent,
     ChatRequest,
     EngineInfo,
-    FairnessSnapshot,
     Health,
-    JsonObject,
     Message,
     PrefixPin,
     ResidentSettings,
     ToolSpec,
     chat_events,
-    loads,
     models_from_wire,
     resident_from_wire,
     residents_from_wire,
 )
+from .reading import JsonObject, loads
 
 REQUEST_TIMEOUT_S: Final = 10.0
 """Most seconds for a question that the engine answers from memory."""

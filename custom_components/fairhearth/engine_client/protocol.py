@@ -9,120 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Final, Self
 
 from .errors import ProtocolError, error_from_wire
+from .reading import JsonObject, JsonValue, Reader, kind_of, loads
 
 SCHEMA_VERSION: Final = 1
 """The version of the contract this client speaks; the engine sends its own."""
-
-type JsonValue = bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None
-type JsonObject = dict[str, JsonValue]
-
-
-class _Reader:
-    """Reads one JSON object field by field and knows where it stands, so that a complaint names the place."""
-
-    __slots__ = ("_value", "_where")
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{where} should be an object, got {_kind(value)}")
-        self._value: dict[str, object] = value
-        self._where = where
-
-    def has(self, key: str) -> bool:
-        """Return whether the field is there and not null."""
-        return self._value.get(key) is not None
-
-    def text(self, key: str) -> str:
-        """Return a text field."""
-        value = self._value.get(key)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a text", value)
-        return value
-
-    def flag(self, key: str) -> bool:
-        """Return a true or false field."""
-        value = self._value.get(key)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
-        return value
-
-    def integer(self, key: str) -> int:
-        """Return a whole number; a float without a fraction is one."""
-        value = self._value.get(key)
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._wrong(key, "a whole number", value)
-        return value
-
-    def number(self, key: str) -> float:
-        """Return a number."""
-        value = self._value.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._wrong(key, "a number", value)
-        return float(value)
-
-    def number_or_none(self, key: str) -> float | None:
-        """Return a number, or None where the field is null or absent."""
-        return self.number(key) if self.has(key) else None
-
-    def integer_or_none(self, key: str) -> int | None:
-        """Return a whole number, or None where the field is null or absent."""
-        return self.integer(key) if self.has(key) else None
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of texts."""
-        value = self._value.get(key)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, "a list of texts", value)
-        return tuple(value)
-
-    def reader(self, key: str) -> _Reader:
-        """Return a reader of a nested object."""
-        return _Reader(self._value.get(key), f"{self._where}.{key}")
-
-    def readers(self, key: str) -> list[_Reader]:
-        """Return one reader per object of a list."""
-        value = self._value.get(key)
-        if not isinstance(value, list):
-            raise self._wrong(key, "a list", value)
-        return [_Reader(item, f"{self._where}.{key}[{index}]") for index, item in enumerate(value)]
-
-    def named(self, key: str) -> dict[str, _Reader]:
-        """Return one reader per value of an object whose keys are names."""
-        value = self._value.get(key)
-        if not isinstance(value, dict):
-            raise self._wrong(key, "an object", value)
-        return {name: _Reader(item, f"{self._where}.{key}.{name}") for name, item in value.items()}
-
-    def _wrong(self, key: str, expected: str, value: object) -> ProtocolError:
-        return ProtocolError(f"{self._where}.{key} should be {expected}, got {_kind(value)}")
-
-
-def _kind(value: object) -> str:
-    match value:
-        case None:
-            return "nothing"
-        case bool() | int() | float() | str():
-            return repr(value)[:80]
-        case list():
-            return "a list"
-        case dict():
-            return "an object"
-        case _:
-            return type(value).__name__
-
-
-def loads(text: str | bytes, *, where: str) -> object:
-    """Decode JSON; raise ProtocolError that names the place."""
-    try:
-        return json.loads(text)
-    except ValueError as err:
-        raise ProtocolError(f"{where} is not JSON: {err}") from err
 
 
 # --- who is there ---
@@ -140,7 +34,7 @@ class Health:
     @classmethod
     def from_wire(cls, body: object) -> Self:
         """Read the answer of `/health`."""
-        reader = _Reader(body, "health")
+        reader = Reader(body, "health")
         return cls(
             engine_id=reader.text("engine_id"),
             version=reader.text("version"),
@@ -166,7 +60,7 @@ class EngineInfo:
     @classmethod
     def from_wire(cls, body: object) -> Self:
         """Read the answer of `/v1/engine`."""
-        reader = _Reader(body, "engine")
+        reader = Reader(body, "engine")
         return cls(
             engine_id=reader.text("engine_id"),
             name=reader.text("name"),
@@ -195,7 +89,7 @@ class ResidentSettings:
     page_cap: int | None = None  #: most KV pages while others wait; None is no cap
 
     @classmethod
-    def from_reader(cls, reader: _Reader) -> Self:
+    def from_reader(cls, reader: Reader) -> Self:
         """Read a Resident but for its id."""
         return cls(
             name=reader.text("name"),
@@ -218,19 +112,19 @@ class ResidentSettings:
 
 def resident_from_wire(body: object) -> tuple[str, ResidentSettings]:
     """Read one Resident: its id and its settings."""
-    reader = _Reader(body, "resident")
+    reader = Reader(body, "resident")
     return reader.text("id"), ResidentSettings.from_reader(reader)
 
 
 def residents_from_wire(body: object) -> dict[str, ResidentSettings]:
     """Read the answer of GET `/v1/residents`: settings by id."""
-    rows = _Reader(body, "residents").readers("residents")
+    rows = Reader(body, "residents").readers("residents")
     return {row.text("id"): ResidentSettings.from_reader(row) for row in rows}
 
 
 def models_from_wire(body: object) -> list[str]:
     """Read the answer of `/v1/models`: the names served."""
-    return [row.text("id") for row in _Reader(body, "models").readers("data")]
+    return [row.text("id") for row in Reader(body, "models").readers("data")]
 
 
 # --- what is asked ---
@@ -349,7 +243,7 @@ class TokenCounts:
     recomputed: int = 0  #: computed again after a preemption, charged to nobody
 
     @classmethod
-    def from_reader(cls, reader: _Reader) -> Self:
+    def from_reader(cls, reader: Reader) -> Self:
         """Read `tokens`."""
         return cls(
             prefill=reader.integer("prefill"),
@@ -419,7 +313,7 @@ def chat_events(body: object) -> list[ChatEvent]:
 
     A chunk may carry several things at once; they come back in the order in which they happened.
     """
-    reader = _Reader(body, "chunk")
+    reader = Reader(body, "chunk")
     if reader.has("error"):
         raise error_from_wire(body)
     events: list[ChatEvent] = []
@@ -440,7 +334,7 @@ def chat_events(body: object) -> list[ChatEvent]:
     return events
 
 
-def _accepted(reader: _Reader) -> Accepted:
+def _accepted(reader: Reader) -> Accepted:
     return Accepted(
         request_id=reader.text("request_id"),
         resident=reader.text("resident"),
@@ -449,16 +343,16 @@ def _accepted(reader: _Reader) -> Accepted:
     )
 
 
-def _tool_call(reader: _Reader) -> ToolCall:
+def _tool_call(reader: Reader) -> ToolCall:
     function = reader.reader("function")
     name = function.text("name")
     arguments = loads(function.text("arguments") or "{}", where=f"arguments of the call of {name}")
     if not isinstance(arguments, dict):
-        raise ProtocolError(f"arguments of the call of {name} should be an object, got {_kind(arguments)}")
+        raise ProtocolError(f"arguments of the call of {name} should be an object, got {kind_of(arguments)}")
     return ToolCall(call_id=reader.text("id"), name=name, arguments=arguments)
 
 
-def _finished(reason: str, chunk: _Reader) -> Finished:
+def _finished(reason: str, chunk: Reader) -> Finished:
     if not chunk.has("fairhearth"):
         return Finished(
             reason=reason,
@@ -479,7 +373,7 @@ def _finished(reason: str, chunk: _Reader) -> Finished:
     )
 
 
-def _usage(reader: _Reader) -> Usage:
+def _usage(reader: Reader) -> Usage:
     details = reader.reader("prompt_tokens_details") if reader.has("prompt_tokens_details") else None
     return Usage(
         prompt_tokens=reader.integer("prompt_tokens"),
@@ -498,174 +392,9 @@ class PrefixPin:
     @classmethod
     def from_wire(cls, body: object) -> Self:
         """Read the answer of `/v1/prefix`."""
-        reader = _Reader(body, "prefix")
+        reader = Reader(body, "prefix")
         return cls(
             prefix_tokens=reader.integer("prefix_tokens"), computed_tokens=reader.integer("computed_tokens")
-        )
-
-
-# --- how fair it is ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantiles:
-    """One measured time over the window; None where nothing was measured."""
-
-    count: int = 0
-    p50: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-    last: float | None = None
-
-    @classmethod
-    def from_reader(cls, reader: _Reader) -> Self:
-        """Read one of the `…_s` objects."""
-        return cls(
-            count=reader.integer("count"),
-            p50=reader.number_or_none("p50"),
-            p95=reader.number_or_none("p95"),
-            p99=reader.number_or_none("p99"),
-            last=reader.number_or_none("last"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """What the engine holds and does right now."""
-
-    kv_pages_total: int
-    kv_pages_used: int
-    kv_pages_pinned: int
-    requests_running: int
-    requests_waiting: int
-    requests_paused: int
-    tokens_served: int
-    recomputed_tokens: int
-    policy_met: bool
-    policy_notes: tuple[str, ...]
-    tokens_per_second: float | None
-    fairness_index: float | None  #: Jain's index, 1 is perfectly even
-
-    @classmethod
-    def from_reader(cls, reader: _Reader) -> Self:
-        """Read `engine` of a snapshot."""
-        return cls(
-            kv_pages_total=reader.integer("kv_pages_total"),
-            kv_pages_used=reader.integer("kv_pages_used"),
-            kv_pages_pinned=reader.integer("kv_pages_pinned"),
-            requests_running=reader.integer("requests_running"),
-            requests_waiting=reader.integer("requests_waiting"),
-            requests_paused=reader.integer("requests_paused"),
-            tokens_served=reader.integer("tokens_served"),
-            recomputed_tokens=reader.integer("recomputed_tokens"),
-            policy_met=reader.flag("policy_met"),
-            policy_notes=reader.texts("policy_notes"),
-            tokens_per_second=reader.number_or_none("tokens_per_second"),
-            fairness_index=reader.number_or_none("fairness_index"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassReport:
-    """What one workload class got."""
-
-    tokens: TokenCounts
-    tokens_served: int  #: prefill plus decode since the engine started
-    requests_running: int
-    requests_waiting: int
-    finished: int
-    preemptions: int
-    rejected: int
-    queue_time: Quantiles
-    time_to_first_token: Quantiles
-    inter_token_latency: Quantiles
-    completion_time: Quantiles
-
-    @classmethod
-    def from_reader(cls, reader: _Reader) -> Self:
-        """Read one of `classes` of a snapshot."""
-        return cls(**_report_fields(reader))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentReport(ClassReport):
-    """What one resident got, and what it was entitled to."""
-
-    name: str
-    weight: int
-    service_share: float | None  #: of the service of the window
-    entitled_share: float | None  #: by weight, among residents with demand in the window
-    kv_pages_used: int
-    tokens_left_today: int | None  #: None is unlimited
-
-    @classmethod
-    def from_reader(cls, reader: _Reader) -> Self:
-        """Read one of `residents` of a snapshot."""
-        return cls(
-            **_report_fields(reader),
-            name=reader.text("name"),
-            weight=reader.integer("weight"),
-            service_share=reader.number_or_none("service_share"),
-            entitled_share=reader.number_or_none("entitled_share"),
-            kv_pages_used=reader.integer("kv_pages_used"),
-            tokens_left_today=reader.integer_or_none("tokens_left_today"),
-        )
-
-
-def _report_fields(reader: _Reader) -> dict[str, Any]:
-    """Read what residents and classes have in common."""
-    return {
-        "tokens": TokenCounts.from_reader(reader.reader("tokens")),
-        "tokens_served": reader.integer("tokens_served"),
-        "requests_running": reader.integer("requests_running"),
-        "requests_waiting": reader.integer("requests_waiting"),
-        "finished": reader.integer("finished"),
-        "preemptions": reader.integer("preemptions"),
-        "rejected": reader.integer("rejected"),
-        "queue_time": Quantiles.from_reader(reader.reader("queue_time_s")),
-        "time_to_first_token": Quantiles.from_reader(reader.reader("time_to_first_token_s")),
-        "inter_token_latency": Quantiles.from_reader(reader.reader("inter_token_latency_s")),
-        "completion_time": Quantiles.from_reader(reader.reader("completion_time_s")),
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FairnessSnapshot:
-    """Who was served how, at one moment."""
-
-    schema_version: int
-    engine_id: str
-    version: str
-    model: str
-    backend: str
-    policy: str  #: fairhearth or fifo
-    at: float = field(compare=False)  #: seconds since the epoch, by the engine's clock
-    uptime_s: float = field(compare=False)
-    window_s: float
-    engine: EngineLoad
-    residents: Mapping[str, ResidentReport]
-    classes: Mapping[str, ClassReport]
-
-    @classmethod
-    def from_wire(cls, body: object) -> Self:
-        """Read a snapshot; a `schema_version` of another kind is refused before anything else is read."""
-        reader = _Reader(body, "snapshot")
-        check_schema_version(reader.integer("schema_version"))
-        return cls(
-            schema_version=reader.integer("schema_version"),
-            engine_id=reader.text("engine_id"),
-            version=reader.text("version"),
-            model=reader.text("model"),
-            backend=reader.text("backend"),
-            policy=reader.text("policy"),
-            at=reader.number("at"),
-            uptime_s=reader.number("uptime_s"),
-            window_s=reader.number("window_s"),
-            engine=EngineLoad.from_reader(reader.reader("engine")),
-            residents={
-                key: ResidentReport.from_reader(item) for key, item in reader.named("residents").items()
-            },
-            classes={key: ClassReport.from_reader(item) for key, item in reader.named("classes").items()},
         )
 
 
