@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 import aiohttp
 import pytest
@@ -35,6 +36,18 @@ from tests.ha.fake_engine import TOKEN, Answer, FakeEngine, golden
 HELLO = ChatRequest(
     messages=(Message(role="user", content="Größe? 🙂"),), resident="guest", workload_class="chat"
 )
+
+
+@asynccontextmanager
+async def served(app: web.Application) -> AsyncIterator[str]:
+    """Serve an app on a free port of loopback."""
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 async def answer_of(client: EngineClient, request: ChatRequest = HELLO) -> list[ChatEvent]:
@@ -130,7 +143,7 @@ async def test_a_stream_that_ends_early_is_not_taken_for_complete(
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", half)
-    async with _served(app) as url:
+    async with served(app) as url:
         with pytest.raises(CannotConnect, match="before it was complete"):
             await answer_of(EngineClient(session, url, TOKEN))
 
@@ -201,7 +214,7 @@ async def test_something_else_at_the_address_is_no_engine(
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", page)
-    async with _served(app) as url:
+    async with served(app) as url:
         client = EngineClient(session, url, TOKEN)
         with pytest.raises(ProtocolError, match="not JSON"):
             await client.health()
@@ -219,21 +232,6 @@ async def test_an_endless_line_is_refused(socket_enabled: None, session: aiohttp
 
     app = web.Application()
     app.router.add_get("/v1/fairness/stream", flood)
-    async with _served(app) as url:
+    async with served(app) as url:
         with pytest.raises(ProtocolError, match="a line of more than"):
             await anext(EngineClient(session, url, TOKEN).fairness_stream())
-
-
-class _served:
-    """Serve an app on a free port of loopback."""
-
-    def __init__(self, app: web.Application) -> None:
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
-
-    async def __aenter__(self) -> str:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._runner.cleanup()

@@ -136,7 +136,7 @@ class FakeEngine:
         self.residents.clear()
         self.snapshot["residents"].clear()
         for account in ACCOUNTS:
-            self._put(account, {"name": account.capitalize(), "weight": 1})
+            self.put(account, {"name": account.capitalize(), "weight": 1})
 
     async def start(self) -> None:
         """Listen; on the same port as before if it was started before."""
@@ -224,11 +224,12 @@ class FakeEngine:
         resident_id = parse_resident_id(request.match_info["id"])
         body = parse_resident_request(parse_json(await request.read())).as_wire()
         self.puts.append(resident_id)
-        self._put(resident_id, body)
+        self.put(resident_id, body)
         await self.publish()
         return web.json_response(self.residents[resident_id])
 
-    def _put(self, resident_id: str, body: Mapping[str, Any]) -> None:
+    def put(self, resident_id: str, body: Mapping[str, Any]) -> None:
+        """Create or replace a resident."""
         defaults = {"daily_tokens": None, "daily_is_hard": False, "page_cap": None}
         resident = {"id": resident_id, **defaults, **body}
         self.residents[resident_id] = resident

@@ -40,16 +40,11 @@ async def test_an_entry_reloads(hass: HomeAssistant, engine: FakeEngine, loaded:
 async def test_a_removed_entry_takes_its_residents_along(
     hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry, hass_storage: dict[str, Any]
 ) -> None:
-    await engine_has_its_own(engine)
+    engine.put("carol", {"name": "Carol", "weight": 1})  # one that Home Assistant does not know
     await hass.config_entries.async_remove(loaded.entry_id)
     await hass.async_block_till_done()
     assert engine.residents.keys() == {"guest", "house", "carol"}
     assert f"{DOMAIN}.{loaded.entry_id}" not in hass_storage
-
-
-async def engine_has_its_own(engine: FakeEngine) -> None:
-    """Give the engine a resident that Home Assistant does not know."""
-    engine._put("carol", {"name": "Carol", "weight": 1})
 
 
 async def test_an_entry_is_removed_even_when_the_engine_is_away(
