@@ -30,6 +30,7 @@ from engine_service.backends.base import (
     Backend,
     BackendError,
     ChunkOrder,
+    Constraint,
     GenerationOrder,
     InvalidConstraint,
     ModelInfo,
@@ -295,6 +296,8 @@ class Engine:
 
     async def submit(self, order: Order) -> Session:
         """Take an order; its session starts with Accepted. Raises EngineError where it is refused."""
+        if order.constraint is not None:
+            await self.prepare_constraint(order.constraint)
         if self._is_stopping:
             raise EngineStopping("the engine is shutting down", retry_after_s=10)
         if self._failure is not None:
@@ -320,6 +323,19 @@ class Engine:
         session.push(Accepted(request_id=request.request_id, num_ahead=num_ahead))
         self._bump()
         return session
+
+    async def prepare_constraint(self, constraint: Constraint) -> None:
+        """Compile a grammar off the event loop (a large one takes a second); backends keep it.
+
+        Raises InvalidRequest for one that cannot be compiled.
+        """
+        probe = GenerationOrder(
+            request_id=RequestId("probe"), prompt_ids=(0,), max_tokens=1, constraint=constraint
+        )
+        try:
+            await asyncio.to_thread(self._backend.validate, probe)
+        except InvalidConstraint as err:
+            raise InvalidRequest(str(err), param="response_format") from err
 
     async def pin_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
         """Compute and keep a prompt's beginning; return (its tokens, tokens computed for it now)."""
@@ -373,10 +389,6 @@ class Engine:
             keep_prefix=order.keep_prefix,
             ignore_eos=order.ignore_eos,
         )
-        try:
-            self._backend.validate(generation)
-        except InvalidConstraint as err:
-            raise InvalidRequest(str(err), param="response_format") from err
         # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.
         shared = 0 if order.keep_prefix else self._backend.shared_prefix_tokens(order.prompt_ids)
         request = Request(
@@ -757,11 +769,12 @@ class Engine:
             with self._wakeup:
                 waiting = list(self._live.values())
                 self._live.clear()
-            lost = _Batch([(live.session, EngineStopping(self._failure)) for live in waiting])
-            self._hand_over(lost)
+            told = [(live.session, EngineStopping(self._failure)) for live in waiting]
+            self._hand_over(_Batch(list(told)))
             return
+        lost, self._backend = self._backend, backend
+        lost.close()
         with self._wakeup:
-            self._backend = backend
             self._pinned.clear()
             self._orders.clear()
             self._tell(BackendLost())

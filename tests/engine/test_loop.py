@@ -174,7 +174,6 @@ async def test_a_lost_backend_is_rebuilt_and_waiting_work_is_kept(
         ids, _, _ = await read(waiting)
         assert len(ids) == 10
         assert len(rebuilt) == 1
-        backend.real.close()
 
 
 async def test_a_backend_that_cannot_be_rebuilt_says_so_to_everybody(make_engine: MakeEngine) -> None:
