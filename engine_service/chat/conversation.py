@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine_service.backends.base import Constraint, ModelInfo, Tokenizer
@@ -35,6 +35,7 @@ class Prepared:
     prompt_ids: tuple[int, ...]
     constraint: Constraint | None
     parser: OutputParser
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
 class Conversation:
@@ -55,6 +56,7 @@ class Conversation:
             parser=OutputParser(
                 style=self._style(request, offered), starts_in_reasoning=text.rstrip().endswith("<think>")
             ),
+            logit_bias=self._bias(request, offered),
         )
 
     def prefix_ids(self, request: PrefixRequest) -> tuple[int, ...]:
@@ -94,6 +96,14 @@ class Conversation:
         allowed = [tool for tool in offered if request.named_tool in (None, tool.name)]
         answer = structured.schema_for(request.response_format)
         return tools.constraint_for(allowed, must_call=_must_call(request), answer=answer)
+
+    def _bias(self, request: ChatRequest, offered: Sequence[Tool]) -> dict[int, float]:
+        """Return what helps an untrained model to call; nothing once it has a result to report."""
+        is_free = self._style(request, offered) is CallStyle.BARE and not _must_call(request)
+        if not is_free or request.messages[-1].role == "tool":
+            return {}
+        spellings = ("{", '{"', '{"name')  # whichever of them the vocabulary has as one token
+        return {self._tokenizer.encode(spelling)[0]: tools.CALL_BIAS for spelling in spellings}
 
     # --- messages in the template's terms ---
 

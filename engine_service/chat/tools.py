@@ -20,9 +20,17 @@ from engine_service.errors import InvalidRequest
 from engine_service.protocol import Json, Tool, ToolCall
 
 HEADING: Final = "Tools:"
-FORMAT: Final = (
-    'To use a tool, answer only with {"name": "<tool>", "arguments": {…}}. Otherwise answer in plain text.'
-)
+FORMAT: Final = "To use a tool, answer only with JSON:"
+"""Followed by an example call, as the last line of the system prompt. Of a dozen wordings tried with the
+embedded model, this one made it call for commands most often and never for small talk."""
+
+CALL_BIAS: Final = 3.0
+"""Added to the logits of an opening brace where a model not trained for calls may choose call or text.
+
+Such a model sees that a command asks for a call, but rarely begins with it: measured with the embedded model,
+the brace's probability is about 0.1 for commands and at most 0.004 for talk, and a word wins over both. Three
+nats put the threshold between them.
+"""
 
 _DESCRIPTION_CHARACTERS: Final = 120
 _SHOWN_CHOICES: Final = 12
@@ -30,8 +38,27 @@ _TEXT_RULE: Final = r"/\s*[^{\s](.|\n)*/"
 
 
 def describe(tools: Sequence[Tool]) -> str:
-    """Return what the system prompt says about the tools, one line each."""
-    return "\n".join([HEADING, *(_line(tool) for tool in tools), FORMAT])
+    """Return what the system prompt says about the tools: one line each, then what a call looks like."""
+    return "\n".join([HEADING, *(_line(tool) for tool in tools), FORMAT, _example(tools)])
+
+
+def _example(tools: Sequence[Tool]) -> str:
+    """Return a call of the first tool that takes arguments, with its required ones (or one) filled in."""
+    tool = next((t for t in tools if (t.parameters or {}).get("properties")), tools[0])
+    properties = (tool.parameters or {}).get("properties", {})
+    shown = [name for name in properties if name in (tool.parameters or {}).get("required", ())]
+    arguments = {name: _example_value(properties[name]) for name in shown or list(properties)[:1]}
+    return json.dumps({"name": tool.name, "arguments": arguments}, ensure_ascii=False)
+
+
+def _example_value(schema: object) -> Any:
+    if not isinstance(schema, Mapping):
+        return "…"
+    examples: dict[str, Any] = {"integer": 1, "number": 1, "boolean": True, "null": None, "object": {}}
+    if schema.get("type") == "array":
+        return [_example_value(schema.get("items"))]
+    kind = schema.get("type")
+    return examples.get(kind, "…") if isinstance(kind, str) else "…"
 
 
 def _line(tool: Tool) -> str:

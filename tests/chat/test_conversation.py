@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine_service.chat.conversation import Conversation
+from engine_service.chat.tools import CALL_BIAS
 from engine_service.errors import InvalidRequest
 from engine_service.protocol import parse_chat_request, parse_prefix_request
 from tests.chat.models import SMOLLM2, STRICT, WITH_TOOLS, ByteTokenizer, model
@@ -87,6 +88,24 @@ def test_only_models_trained_for_calls_call_without_a_grammar(
     request = parse_chat_request({"messages": [USER], "tools": [TOOL], "tool_choice": choice})
     prepared = Conversation(model(template), TOKENIZER).prepare(request)
     assert (prepared.constraint is not None) is is_forced
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "choice", "is_helped"),
+    [
+        (SMOLLM2, [USER], "auto", True),
+        (SMOLLM2, [USER], "required", False),
+        (SMOLLM2, [USER], "none", False),
+        (SMOLLM2, [USER, CALLED, RESULT], "auto", False),
+        (WITH_TOOLS, [USER], "auto", False),
+    ],
+)
+def test_only_an_untrained_model_that_may_choose_is_helped_to_call(
+    template: str, messages: list[dict[str, Any]], choice: str, is_helped: bool
+) -> None:
+    request = parse_chat_request({"messages": messages, "tools": [TOOL], "tool_choice": choice})
+    bias = Conversation(model(template), TOKENIZER).prepare(request).logit_bias
+    assert bias == ({ord("{"): CALL_BIAS} if is_helped else {})
 
 
 @pytest.mark.parametrize("template", [SMOLLM2, WITH_TOOLS])

@@ -159,8 +159,8 @@ def test_tools_are_described_in_one_short_line_each() -> None:
         "Tools:\n"
         '- HassTurnOn(name: string, domain?: ["light"|"fan"]): Turns on a device\n'
         "- GetTime()\n"
-        'To use a tool, answer only with {"name": "<tool>", "arguments": {…}}. '
-        "Otherwise answer in plain text."
+        "To use a tool, answer only with JSON:\n"
+        '{"name": "HassTurnOn", "arguments": {"name": "…"}}'
     )
 
 

@@ -50,7 +50,10 @@ async def chat(request: web.Request) -> web.StreamResponse:
     prepared: Prepared = await _off_loop(
         _length(message.messages), lambda: service.conversation.prepare(message)
     )
-    order = replace(_order(options, prepared.prompt_ids), constraint=prepared.constraint)
+    bias = {**prepared.logit_bias, **options.logit_bias}
+    order = replace(
+        _order(replace(options, logit_bias=bias), prepared.prompt_ids), constraint=prepared.constraint
+    )
 
     def reply(head: Head) -> Reply:
         return ChatReply(head, prepared.parser, include_usage=options.include_usage)
