@@ -44,16 +44,11 @@ class Candidate:
     urgency: int
 
 
-def someone_speaks(state: State, *, now: float) -> bool:
-    """Return whether a spoken request is running or paused."""
-    return any(state.urgency(record, now=now) == 0 for record in state.holding.values())
-
-
 def candidates(state: State, *, now: float) -> list[Candidate]:
     """Return the heads in the order they are to be tried."""
     heads = list(state.heads())
     due_left = state.due_spent.total(now=now) < state.policy.due_budget
-    spoken = someone_speaks(state, now=now) or any(state.urgency(head, now=now) == 0 for _, head in heads)
+    spoken = state.someone_speaks(now=now) or state.most_urgent_waiting(now=now) == 0
     reserve_owed = not spoken and _is_reserve_owed(state, now=now)
     ordered = []
     for flow_id, record in heads:
@@ -87,12 +82,10 @@ def has_prefill_slot(state: State, record: Record, *, urgency: int, now: float) 
     """
     if urgency == 0:
         return True
-    if state.policy.sprint and someone_speaks(state, now=now):
+    if state.policy.sprint and state.someone_speaks(now=now):
         return False
     ahead = [
-        r
-        for r in state.holding.values()
-        if not r.is_decoding and not r.is_cancelled and state.urgency(r, now=now) <= urgency
+        r for r in state.prefilling.values() if not r.is_cancelled and state.urgency(r, now=now) <= urgency
     ]
     if len(ahead) < state.policy.max_prefilling:
         return True
@@ -104,6 +97,20 @@ def has_sequence(state: State, *, urgency: int) -> bool:
     """Return whether a sequence is free for this urgency."""
     limit = state.known_capacity.max_sequences - state.headroom_sequences(urgency)
     return len(state.holding) < limit
+
+
+def can_anybody_run(state: State, *, now: float) -> bool:
+    """Return False where no waiting request can possibly be admitted, without looking at any.
+
+    True promises nothing. Sequences are what runs out first on a busy machine: without a free one,
+    somebody less urgent must hold one, or a borrower beyond its page cap.
+    """
+    urgency = state.most_urgent_waiting(now=now)
+    if urgency is None:
+        return False
+    if has_sequence(state, urgency=urgency) or state.least_urgent_held(now=now) > urgency:
+        return True
+    return any(state.is_over_cap(resident_id) for resident_id in state.residents)
 
 
 def may_run_more(state: State, record: Record) -> bool:

@@ -65,7 +65,7 @@ class FirstComeFirstServed(Scheduler):
             record.pages, record.reserved = need, record.most_tokens
             record.stored = record.stored_at_admission = record.shared
             record.is_new_on_backend = True
-            state.holding[record.request_id] = record
+            state.hold(record)
             decisions.append(Admit(request_id=record.request_id, reserved_tokens=record.most_tokens))
 
     def _compose_in_slot_order(self) -> composition.Composition:

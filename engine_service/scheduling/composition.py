@@ -41,13 +41,11 @@ class _Ranked:
 
 def compose(state: State, *, now: float) -> Composition:
     """Return the next iteration over the requests that hold pages."""
-    ranked = sorted(
-        (r for r in state.holding.values() if not r.is_cancelled), key=lambda r: state.order_key(r, now=now)
-    )
-    everyone = [_Ranked(record, state.urgency(record, now=now)) for record in ranked]
-    prefilling = _eligible_prefills(state, everyone)
-    decoding = [r for r in everyone if r.record.is_decoding]
-    if any(r.urgency == 0 for r in everyone):
+    speaks = state.someone_speaks(now=now)
+    prefilling = _eligible_prefills(state, _ranked(state, list(state.prefilling.values()), now=now), speaks)
+    decoding = [_Ranked(r, 0) for r in state.holding.values() if r.is_decoding and not r.is_cancelled]
+    if speaks:
+        decoding = _ranked(state, [r.record for r in decoding], now=now)
         decoding = _beside_speech(state, decoding, prefilling, now=now)
     budget = _chunk_budget(state, decoding, prefilling, now=now)
     prefills = _fill(state, prefilling, budget)
@@ -58,12 +56,18 @@ def compose(state: State, *, now: float) -> Composition:
     )
 
 
-def _eligible_prefills(state: State, everyone: list[_Ranked]) -> list[_Ranked]:
-    prefilling = [r for r in everyone if not r.record.is_decoding]
+def _ranked(state: State, records: list[Record], *, now: float) -> list[_Ranked]:
+    """Return the records in order, the first to be served first (only where order decides something)."""
+    records = [r for r in records if not r.is_cancelled]
+    records.sort(key=lambda r: state.order_key(r, now=now))
+    return [_Ranked(record, state.urgency(record, now=now)) for record in records]
+
+
+def _eligible_prefills(state: State, prefilling: list[_Ranked], speaks: bool) -> list[_Ranked]:
     spoken = [r for r in prefilling if r.urgency == 0]
     if spoken:
         return spoken[: state.policy.max_prefilling_spoken]
-    if state.policy.sprint and any(r.urgency == 0 for r in everyone):
+    if state.policy.sprint and speaks:
         return []
     return prefilling
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from engine_service.scheduling.model import MICRO, RequestState, ServiceUnit
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.scheduler import Scheduler
-from engine_service.scheduling.state import State
+from engine_service.scheduling.state import FlowId, State
 
 
 class InvariantBroken(Exception):
@@ -26,6 +26,7 @@ def check(scheduler: Scheduler) -> None:
     """Raise InvariantBroken unless every promise holds."""
     state = scheduler.state
     _check_states(state)
+    _check_groups(state)
     _check_pages(state)
     _check_charges(state)
     _check_flight(state)
@@ -70,6 +71,23 @@ def _check_states(state: State) -> None:
     flows = {(r.class_id, r.resident_id) for r in state.records.values() if r.state is RequestState.WAITING}
     if reachable != len(flows):
         raise InvariantBroken("P6", f"{len(flows)} flows wait but {reachable} heads are reachable")
+
+
+def _check_groups(state: State) -> None:
+    """The groups that save scans hold exactly who belongs to them."""
+    prefilling = {r.request_id for r in state.holding.values() if not r.is_decoding}
+    if prefilling != set(state.prefilling):
+        raise InvariantBroken("P3", f"prefilling are {prefilling}, noted are {set(state.prefilling)}")
+    spoken = {r.request_id for r in state.holding.values() if r.class_id.is_spoken}
+    if spoken != set(state.spoken):
+        raise InvariantBroken("P3", f"spoken are {spoken}, noted are {set(state.spoken)}")
+    for counts, belongs in ((state.held_flows, True), (state.waiting_flows, False)):
+        flows: dict[FlowId, int] = {}
+        for record in state.records.values():
+            if record.holds_pages is belongs:
+                flows[record.flow_id] = flows.get(record.flow_id, 0) + 1
+        if {flow_id: count for flow_id, count in counts.items() if count} != flows:
+            raise InvariantBroken("P6", f"flows hold {flows}, noted are {counts}")
 
 
 def _check_pages(state: State) -> None:

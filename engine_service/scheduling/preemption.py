@@ -57,6 +57,9 @@ def victims_for(state: State, candidate: Candidate, num_pages: int, *, now: floa
 
 def _by_cheapness(state: State, candidate: Candidate, *, now: float) -> list[Record]:
     has_cap_room = not state.is_over_cap(candidate.record.resident_id)
+    may_borrow = has_cap_room and any(state.is_over_cap(resident_id) for resident_id in state.residents)
+    if not may_borrow and state.least_urgent_held(now=now) <= candidate.urgency:
+        return []
     found = []
     for record in state.holding.values():
         if not is_preemptible(state, record) or not has_progressed(state, record):

@@ -26,6 +26,8 @@ class Record:
     arrived_at: float
     due_at: float
     shared: int  #: leading tokens held by a pinned prefix
+    flow_id: tuple[WorkloadClass, ResidentId] = field(init=False)  #: class and resident, as flows are keyed
+    length: int = field(init=False)  #: tokens of the sequence: prompt plus output so far
     state: RequestState = RequestState.WAITING
     admitted_at: float | None = None
     pages: int = 0
@@ -44,6 +46,11 @@ class Record:
     is_new_on_backend: bool = False  #: admitted, and the backend has not reported on it yet
     story: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Derive what is asked for in every iteration."""
+        self.flow_id = (self.request.class_id, self.request.resident_id)
+        self.length = self.request.prompt_tokens
+
     @property
     def request_id(self) -> RequestId:
         """The id of the request."""
@@ -60,11 +67,6 @@ class Record:
         return self.request.class_id
 
     @property
-    def length(self) -> int:
-        """Tokens of the sequence: prompt plus output so far."""
-        return self.request.prompt_tokens + self.output
-
-    @property
     def remaining(self) -> int:
         """Tokens that must be computed before the next output token."""
         return self.length - self.stored
@@ -72,7 +74,7 @@ class Record:
     @property
     def is_decoding(self) -> bool:
         """Return whether the next iteration computes exactly its last output token."""
-        return self.output > 0 and self.remaining == 1
+        return self.output > 0 and self.length - self.stored == 1
 
     @property
     def holds_pages(self) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import assert_never
 
 from engine_service.scheduling import admission, composition, preemption
@@ -66,10 +67,40 @@ from engine_service.scheduling.model import (
     pages_for,
 )
 from engine_service.scheduling.records import Record
-from engine_service.scheduling.state import InFlight, State
+from engine_service.scheduling.state import FlowId, InFlight, State
+from engine_service.scheduling.windows import WindowSum
 
 _REBASE_EVERY = 4096
 _LOWER = WorkloadClass.AGENT.urgency
+
+
+_Bill = tuple[FlowId, bool, bool]
+"""Who pays: class and resident, whether the household pays instead, whether the due tier's budget does."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one iteration computed on one bill, and its price."""
+
+    fresh: int = 0
+    recomputed: int = 0
+    decoded: int = 0
+    units: int = 0
+    system_units: int = 0
+
+    def add(self, policy: Policy, fresh: int, recomputed: int, decoded: int, micros: int | None) -> None:
+        """Add one request's tokens; micros is its measured time where time is the unit."""
+        units = fresh * policy.prefill_cost + decoded * policy.decode_cost
+        system_units = recomputed * policy.prefill_cost
+        if micros is not None:
+            total = units + system_units
+            units = micros * units // total if total else 0
+            system_units = micros - units
+        self.fresh += fresh
+        self.recomputed += recomputed
+        self.decoded += decoded
+        self.units += units
+        self.system_units += system_units
 
 
 class Scheduler:
@@ -84,6 +115,7 @@ class Scheduler:
 
     def handle(self, event: Event, *, now: float) -> list[Decision]:
         """Take note of event at monotonic now (seconds) and return what to do, in order."""
+        self.state.forget_answers()
         decisions = self._note(event, now=now)
         if self.state.in_flight is None and self.state.is_backend_up:
             decisions.extend(self._plan(now=now))
@@ -314,7 +346,7 @@ class Scheduler:
 
     def _give_back(self, record: Record) -> None:
         self.state.pages.release(record.request_id)
-        self.state.holding.pop(record.request_id, None)
+        self.state.let_go(record)
         record.pages = 0
         record.reserved = 0
 
@@ -334,7 +366,7 @@ class Scheduler:
         self.state.in_flight = None
         self.state.is_backend_up = False
         for record in list(self.state.holding.values()):
-            self.state.holding.pop(record.request_id)
+            self.state.let_go(record)
             if record.is_cancelled:
                 self._settle(record)
                 self._count(record, "cancelled")
@@ -366,12 +398,16 @@ class Scheduler:
         if not event.aborted:
             self.state.estimator.observe(flight.shape, event.seconds)
         micros = self._micros_of(event)
+        charges: dict[_Bill, _Work] = {}
         for result in event.results:
             record = self.state.records.get(result.request_id)
             if record is not None:
-                self._credit(record, result, micros.get(result.request_id), now=now)
+                self._credit(record, result, micros.get(result.request_id), charges, now=now)
+        for bill, work in charges.items():
+            self._charge(bill, work, now=now)
         if self.state.num_iterations % _REBASE_EVERY == 0:
             self.state.counters.rebase()
+        self.state.forget_answers()
         return self._drop_cancelled()
 
     def _micros_of(self, event: IterationDone) -> dict[RequestId, int]:
@@ -391,22 +427,40 @@ class Scheduler:
         split[first] += whole - sum(split.values())
         return split
 
-    def _credit(self, record: Record, result: SequenceResult, micros: int | None, *, now: float) -> None:
+    def _credit(
+        self,
+        record: Record,
+        result: SequenceResult,
+        micros: int | None,
+        charges: dict[_Bill, _Work],
+        *,
+        now: float,
+    ) -> None:
+        """Take over what the iteration did for one request, and add its price to the bill it belongs to."""
         if record.is_new_on_backend:
             self._note_cached(record, result.cached_tokens)
-        start, end = record.stored, record.stored + result.prefill_tokens
-        fresh = max(0, min(end, record.request.prompt_tokens) - max(start, record.charged))
-        recomputed = result.prefill_tokens - fresh
-        record.charged = max(record.charged, end)
-        record.stored = end
+        fresh = recomputed = 0
+        if result.prefill_tokens:
+            start, end = record.stored, record.stored + result.prefill_tokens
+            fresh = max(0, min(end, record.request.prompt_tokens) - max(start, record.charged))
+            recomputed = result.prefill_tokens - fresh
+            record.stored = end
         if result.decode_tokens:
             # The token that was decoded from is stored now; the newest one is not yet.
             record.output += result.decode_tokens
+            record.length += result.decode_tokens
             record.stored = record.length - 1
-            record.charged = max(record.charged, record.stored)
+            self.state.prefilling.pop(record.request_id, None)
+            if record.length > record.reserved:
+                self.state.growing[record.request_id] = record
             if record.first_token_at is None:
                 record.first_token_at = now
-        self._charge(record, fresh, recomputed, result.decode_tokens, micros, now=now)
+        record.charged = max(record.charged, record.stored)
+        bill = (record.flow_id, record.request.paid_by_system, record.was_due)
+        work = charges.get(bill)
+        if work is None:
+            work = charges[bill] = _Work()
+        work.add(self.state.policy, fresh, recomputed, result.decode_tokens, micros)
         if result.finished or result.failed:
             self._finished(record, failed=result.failed)
 
@@ -419,51 +473,40 @@ class Scheduler:
             self._payer(record).cached_tokens += cached
             self.state.class_accounts[record.class_id].cached_tokens += cached
 
-    def _charge(
-        self, record: Record, fresh: int, recomputed: int, decoded: int, micros: int | None, *, now: float
-    ) -> None:
-        state, policy = self.state, self.state.policy
-        for account in (self._payer(record), state.class_accounts[record.class_id]):
-            account.prefill_tokens += fresh
-            account.decode_tokens += decoded
-        state.recomputed_tokens += recomputed
-        units = fresh * policy.prefill_cost + decoded * policy.decode_cost
-        system_units = recomputed * policy.prefill_cost
-        if micros is not None:
-            units, system_units = self._split_micros(micros, units, system_units)
-        if record.request.paid_by_system:
+    def _charge(self, bill: _Bill, work: _Work, *, now: float) -> None:
+        """Book the work of one class and resident in one iteration: accounts, counters, quota, windows."""
+        (class_id, resident_id), is_systems, was_due = bill
+        state = self.state
+        for account in (state.account(SYSTEM if is_systems else resident_id), state.class_accounts[class_id]):
+            account.prefill_tokens += work.fresh
+            account.decode_tokens += work.decoded
+        state.recomputed_tokens += work.recomputed
+        units, system_units = work.units, work.system_units
+        if is_systems:
             units, system_units = 0, units + system_units
         state.counters.charge_system(system_units)
-        state.counters.charge(record.resident_id, units)
-        for account in (state.account(record.resident_id), state.class_accounts[record.class_id]):
+        state.counters.charge(resident_id, units)
+        for account in (state.account(resident_id), state.class_accounts[class_id]):
             account.service += units
-        state.quota.spend(record.resident_id, 0 if record.request.paid_by_system else fresh + decoded)
-        self._book_windows(record, units, now=now)
-
-    @staticmethod
-    def _split_micros(micros: int, units: int, system_units: int) -> tuple[int, int]:
-        total = units + system_units
-        own = micros * units // total if total else 0
-        return own, micros - own
-
-    def _book_windows(self, record: Record, units: int, *, now: float) -> None:
-        state = self.state
+        if not is_systems:
+            state.quota.spend(resident_id, work.fresh + work.decoded)
         state.all_service.add(units, now=now)
-        if record.class_id.urgency >= _LOWER:
+        if class_id.urgency >= _LOWER:
             state.lower_service.add(units, now=now)
-        if record.class_id.is_spoken:
-            spent = state.spoken_spent.get(record.resident_id)
-            if spent is None:
-                spent = state.spoken_spent[record.resident_id] = type(state.due_spent)(
-                    state.policy.voice_window_s
-                )
-            spent.add(units, now=now)
-        if record.was_due:
+        if class_id.is_spoken:
+            self._spoken_window(resident_id).add(units, now=now)
+        if was_due:
             state.due_spent.add(units, now=now)
+
+    def _spoken_window(self, resident_id: ResidentId) -> WindowSum:
+        spent = self.state.spoken_spent.get(resident_id)
+        if spent is None:
+            spent = self.state.spoken_spent[resident_id] = WindowSum(self.state.policy.voice_window_s)
+        return spent
 
     def _finished(self, record: Record, *, failed: bool) -> None:
         if record.request.keep_prefix and not failed and not record.is_cancelled:
-            self.state.holding.pop(record.request_id, None)
+            self.state.let_go(record)
             kept = pages_for(
                 record.request.prompt_tokens - record.shared, self.state.known_capacity.page_tokens
             )
@@ -518,10 +561,12 @@ class Scheduler:
             self._preempt(last, None, decisions, now=now)
 
     def _grow(self, decisions: list[Decision], *, now: float) -> None:
-        growing = [r for r in self.state.holding.values() if r.is_decoding and r.length > r.reserved]
-        growing.sort(key=lambda r: self.state.order_key(r, now=now))
+        if not self.state.growing:
+            return
+        growing = sorted(self.state.growing.values(), key=lambda r: self.state.order_key(r, now=now))
+        self.state.growing.clear()
         for record in growing:
-            if record.state is not RequestState.WAITING:
+            if record.holds_pages and not record.is_cancelled:
                 self._grow_one(record, decisions, now=now)
 
     def _grow_one(self, record: Record, decisions: list[Decision], *, now: float) -> None:
@@ -541,6 +586,8 @@ class Scheduler:
 
     def _admit_all(self, decisions: list[Decision], *, now: float) -> None:
         """Admit in order until nothing more fits; those over their page cap come last, on loan."""
+        if not admission.can_anybody_run(self.state, now=now):
+            return
         passed_over: list[Record] = []
         on_loan: list[Candidate] = []
         tried: set[tuple[WorkloadClass, ResidentId]] = set()
@@ -622,7 +669,7 @@ class Scheduler:
         record.skips = 0
         record.last_served_at = now
         record.tell(f"admitted as {candidate.tier.name.lower()}", now=now)
-        state.holding[record.request_id] = record
+        state.hold(record)
         decisions.append(Admit(request_id=record.request_id, reserved_tokens=reserved))
 
     def _preempt(

@@ -81,6 +81,14 @@ class State:
     lower_service: WindowSum = field(init=False)
     waited: dict[ResidentId, int] = field(default_factory=dict)
     waiting_since: dict[ResidentId, float] = field(default_factory=dict)
+    prefilling: dict[RequestId, Record] = field(default_factory=dict)  #: holding, prompt not computed
+    spoken: dict[RequestId, Record] = field(default_factory=dict)  #: holding, voice or accessibility
+    held_flows: dict[FlowId, int] = field(default_factory=dict)  #: holding requests by flow
+    waiting_flows: dict[FlowId, int] = field(default_factory=dict)  #: waiting requests by flow
+    growing: dict[RequestId, Record] = field(default_factory=dict)  #: decoding beyond their reservation
+    _asked_at: float = field(default=-1.0, init=False)
+    _urgencies: dict[FlowId, int] = field(default_factory=dict, init=False)
+    _services: dict[ResidentId, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Open the windows of the policy."""
@@ -98,15 +106,17 @@ class State:
     def enqueue(self, record: Record, *, now: float) -> None:
         """Put a waiting record into its flow."""
         resident_id = record.resident_id
-        flow = self.flows.setdefault((record.class_id, resident_id), [])
+        flow = self.flows.setdefault(record.flow_id, [])
         heapq.heappush(flow, (0 if record.preemptions else 1, record.arrived_at, record.request_id))
         if not self.num_waiting.get(resident_id):
             self.waiting_since[resident_id] = now
         self.num_waiting[resident_id] = self.num_waiting.get(resident_id, 0) + 1
+        self.waiting_flows[record.flow_id] = self.waiting_flows.get(record.flow_id, 0) + 1
 
     def dequeue(self, record: Record, *, now: float) -> None:
         """Note that the record waits no more; its heap entry goes when it surfaces."""
         resident_id = record.resident_id
+        self.waiting_flows[record.flow_id] -= 1
         self.num_waiting[resident_id] -= 1
         if not self.num_waiting[resident_id]:
             self.counters.left_queue(resident_id)
@@ -118,6 +128,8 @@ class State:
     def heads(self) -> Iterator[tuple[FlowId, Record]]:
         """Yield the oldest waiting record of every flow, in the order the flows came to be."""
         for flow_id, flow in self.flows.items():
+            if not self.waiting_flows.get(flow_id):
+                flow.clear()
             while flow:
                 _, arrived_at, request_id = flow[0]
                 record = self.records.get(request_id)
@@ -140,16 +152,71 @@ class State:
         """Waiting requests of all residents."""
         return sum(self.num_waiting.values())
 
+    # ---- who holds pages
+
+    def hold(self, record: Record) -> None:
+        """Note that the record holds pages now, with its prompt still to be computed."""
+        self.holding[record.request_id] = self.prefilling[record.request_id] = record
+        self.held_flows[record.flow_id] = self.held_flows.get(record.flow_id, 0) + 1
+        if record.class_id.is_spoken:
+            self.spoken[record.request_id] = record
+
+    def let_go(self, record: Record) -> None:
+        """Note that the record holds nothing any more; harmless if it held nothing."""
+        if self.holding.pop(record.request_id, None) is None:
+            return
+        self.held_flows[record.flow_id] -= 1
+        for group in (self.prefilling, self.spoken, self.growing):
+            group.pop(record.request_id, None)
+
     # ---- how urgent, how served
+
+    def forget_answers(self) -> None:
+        """Forget cached urgencies and services (something was charged or changed)."""
+        self._asked_at = -1.0
+
+    def _ask(self, now: float) -> None:
+        if now != self._asked_at:
+            self._asked_at = now
+            self._urgencies.clear()
+            self._services.clear()
 
     def urgency(self, record: Record, *, now: float) -> int:
         """Return the class's urgency, or less where a bucket or a soft quota is exhausted."""
-        urgency = record.class_id.urgency
-        if self.quota.is_spent(record.resident_id):
-            return _LOWEST_URGENCY
-        if urgency == 0 and not self.has_voice_bucket(record.resident_id, now=now):
-            return _CHAT_URGENCY
+        return self.flow_urgency(record.flow_id, now=now)
+
+    def flow_urgency(self, flow_id: FlowId, *, now: float) -> int:
+        """Return the urgency that all requests of a class and resident have now."""
+        self._ask(now)
+        urgency = self._urgencies.get(flow_id)
+        if urgency is None:
+            urgency = self._urgencies[flow_id] = self._urgency_of(*flow_id, now=now)
         return urgency
+
+    def _urgency_of(self, class_id: WorkloadClass, resident_id: ResidentId, *, now: float) -> int:
+        if self.quota.is_spent(resident_id):
+            return _LOWEST_URGENCY
+        if class_id.is_spoken and not self.has_voice_bucket(resident_id, now=now):
+            return _CHAT_URGENCY
+        return class_id.urgency
+
+    def someone_speaks(self, *, now: float) -> bool:
+        """Return whether a spoken request (within its bucket) holds pages."""
+        return any(self.flow_urgency(record.flow_id, now=now) == 0 for record in self.spoken.values())
+
+    def least_urgent_held(self, *, now: float) -> int:
+        """Return the highest urgency number among requests that hold pages (-1 if none does)."""
+        return max(
+            (self.flow_urgency(flow_id, now=now) for flow_id, count in self.held_flows.items() if count),
+            default=-1,
+        )
+
+    def most_urgent_waiting(self, *, now: float) -> int | None:
+        """Return the lowest urgency number among waiting requests, None if nothing waits."""
+        return min(
+            (self.flow_urgency(flow_id, now=now) for flow_id, count in self.waiting_flows.items() if count),
+            default=None,
+        )
 
     def due_at(self, record: Record, *, urgency: int) -> float:
         """Return when the request becomes due.
@@ -178,6 +245,13 @@ class State:
         return (self.urgency(record, now=now), *self.serving_key(record, now=now))
 
     def _served(self, resident_id: ResidentId, *, now: float) -> int:
+        self._ask(now)
+        served = self._services.get(resident_id)
+        if served is None:
+            served = self._services[resident_id] = self._served_of(resident_id, now=now)
+        return served
+
+    def _served_of(self, resident_id: ResidentId, *, now: float) -> int:
         match self.policy.fairness:
             case FairnessGoal.SERVICE:
                 return self.counters.value(resident_id)

@@ -15,7 +15,7 @@ from engine_service.scheduling.decisions import Cancel, Decision
 from engine_service.scheduling.model import Policy, ResidentId
 from engine_service.scheduling.quota import DailyQuota
 from engine_service.scheduling.records import Record
-from engine_service.scheduling.scheduler import Scheduler
+from engine_service.scheduling.scheduler import Scheduler, _Bill, _Work
 from engine_service.scheduling.state import State
 
 
@@ -61,6 +61,12 @@ class _AgeingState(State):
     def urgency(self, record: Record, *, now: float) -> int:
         return 0 if now >= record.due_at else super().urgency(record, now=now)
 
+    def least_urgent_held(self, *, now: float) -> int:
+        return max((self.urgency(r, now=now) for r in self.holding.values()), default=-1)
+
+    def most_urgent_waiting(self, *, now: float) -> int | None:
+        return min((self.urgency(r, now=now) for _, r in self.heads()), default=None)
+
 
 class AgeingChangesClass(_Replaced):
     """Who waited long enough is treated as voice."""
@@ -71,19 +77,11 @@ class AgeingChangesClass(_Replaced):
 class ChargesDecodeOnly(Scheduler):
     """Prompts are free."""
 
-    def _charge(
-        self, record: Record, fresh: int, recomputed: int, decoded: int, micros: int | None, *, now: float
-    ) -> None:
-        state = self.state
-        for account in (self._payer(record), state.class_accounts[record.class_id]):
-            account.prefill_tokens += fresh
-            account.decode_tokens += decoded
-        units = decoded * state.policy.decode_cost
-        state.counters.charge_system((fresh + recomputed) * state.policy.prefill_cost)
-        state.recomputed_tokens += recomputed
-        state.counters.charge(record.resident_id, units)
-        for account in (state.account(record.resident_id), state.class_accounts[record.class_id]):
-            account.service += units
+    def _charge(self, bill: _Bill, work: _Work, *, now: float) -> None:
+        prompts = work.fresh * self.state.policy.prefill_cost
+        work.units -= prompts
+        work.system_units += prompts
+        super()._charge(bill, work, now=now)
 
 
 class _PerRequestCounters(Counters):
@@ -131,7 +129,7 @@ class CancelKeepsPages(Scheduler):
     def _drop_cancelled(self) -> list[Decision]:
         decisions: list[Decision] = []
         for record in [r for r in self.state.holding.values() if r.is_cancelled]:
-            self.state.holding.pop(record.request_id)
+            self.state.let_go(record)
             self._settle(record)
             decisions.append(Cancel(request_id=record.request_id))
         return decisions
@@ -140,16 +138,9 @@ class CancelKeepsPages(Scheduler):
 class VictimPaysRecompute(Scheduler):
     """Recomputation after a preemption is charged to the resident who lost its memory."""
 
-    def _charge(
-        self, record: Record, fresh: int, recomputed: int, decoded: int, micros: int | None, *, now: float
-    ) -> None:
-        super()._charge(record, fresh, recomputed, decoded, micros, now=now)
-        units = recomputed * self.state.policy.prefill_cost
-        self.state.counters.charge(record.resident_id, units)
-        self.state.counters.charge_system(0)
-        self.state.counters.system_service -= units
-        for account in (self.state.account(record.resident_id), self.state.class_accounts[record.class_id]):
-            account.service += units
+    def _charge(self, bill: _Bill, work: _Work, *, now: float) -> None:
+        work.units, work.system_units = work.units + work.system_units, 0
+        super()._charge(bill, work, now=now)
 
 
 class _FixedDayQuota(DailyQuota):
