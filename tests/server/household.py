@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +149,11 @@ def payloads(lines: list[str]) -> list[Any]:
 
 @asynccontextmanager
 async def household(
-    folder: Path, backend: Backend, *, allow_loopback: bool = False
+    folder: Path,
+    backend: Backend,
+    *,
+    allow_loopback: bool = False,
+    rebuild: Callable[[], Backend] | None = None,
 ) -> AsyncIterator[Household]:
     """Serve a backend as the command line does, with its files in folder."""
     path = folder / "fairhearth.toml"
@@ -164,6 +168,7 @@ async def household(
         policy=settings.policy,
         residents=[entry.resident for entry in residents],
         names={entry.resident_id: entry.name for entry in residents},
+        rebuild=rebuild,
     )
     service = build_service(engine, settings, state=state, tokens=settings.server.tokens, kept=kept)
     bound = bind("127.0.0.1", 0)
