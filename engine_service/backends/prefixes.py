@@ -3,8 +3,9 @@
 Decides which stored sequence shares the longest beginning with a prompt and which is given up first. Knows
 sequence ids and tokens, no cells. Only `pinned_match` may be called from any thread.
 
-Pinned ones stay until they are dropped. Cached ones are given up, least recently used first, whenever cells
-or ids are needed, so they never count as held.
+Pinned ones stay until they are dropped. Cached ones are given up whenever cells or ids are needed, so they
+never count as held: first those of finished requests, least recently used first, then those of preempted
+requests, which are sure to come back for them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Stored:
 
     sequence_id: int
     tokens: NDArray[np.int32]
+    owner: RequestId | None = None  #: the preempted request it waits for
 
 
 def best_match(tokens: NDArray[np.int32], candidates: Iterable[Stored]) -> tuple[Stored | None, int]:
@@ -71,6 +73,17 @@ class PrefixStore:
         """The cached sequences, least recently used first."""
         return tuple(self._cached.values())
 
+    @property
+    def num_ownerless(self) -> int:
+        """Cached sequences that no preempted request waits for."""
+        return sum(stored.owner is None for stored in self._cached.values())
+
+    def disown(self, request_id: RequestId) -> None:
+        """Note that a preempted request has come back or is gone."""
+        for sequence_id, stored in self._cached.items():
+            if stored.owner == request_id:
+                self._cached[sequence_id] = Stored(sequence_id, stored.tokens)
+
     def pin(self, request_id: RequestId, stored: Stored) -> None:
         """Keep a sequence until `unpin`."""
         self._pinned[request_id] = stored
@@ -108,7 +121,9 @@ class PrefixStore:
         return repeated
 
     def take_oldest(self) -> int | None:
-        """Forget the least recently used cached sequence; return its id, None if nothing is cached."""
-        if not self._cached:
-            return None
-        return self._cached.popitem(last=False)[0]
+        """Forget the cached sequence that is missed least; return its id, None if nothing is cached."""
+        ownerless = (i for i, stored in self._cached.items() if stored.owner is None)
+        sequence_id = next(ownerless, next(iter(self._cached), None))
+        if sequence_id is not None:
+            del self._cached[sequence_id]
+        return sequence_id

@@ -102,9 +102,18 @@ class SequenceHolder:
     """Requests, their sequences, pinned prefixes and the automatic cache of one `CellStore`."""
 
     def __init__(
-        self, store: CellStore, *, vocabulary: Vocabulary, num_sequence_ids: int, max_sequences: int
+        self,
+        store: CellStore,
+        *,
+        vocabulary: Vocabulary,
+        num_sequence_ids: int,
+        max_sequences: int,
+        max_idle_cells: int,
     ) -> None:
-        """Use the store's sequences 0 to num_sequence_ids - 1; max_sequences of them are for requests."""
+        """Use the store's sequences 0 to num_sequence_ids - 1; max_sequences of them are for requests.
+
+        Finished sequences stay cached in at most max_idle_cells cells (the newest in any case).
+        """
         self._cells = store
         self._vocabulary = vocabulary
         self._live: dict[RequestId, Live] = {}
@@ -113,6 +122,7 @@ class SequenceHolder:
         self._free_ids = list(range(num_sequence_ids - 1, -1, -1))
         self._max_sequences = max_sequences
         self._max_pinned = num_sequence_ids - max_sequences
+        self._max_idle_cells = max_idle_cells
 
     # -- facts -----------------------------------------------------------------------------------------
 
@@ -189,6 +199,7 @@ class SequenceHolder:
         if live.holds_cells:
             raise ValueError(f"request {request_id} is not preempted")
         self._place(live, reserved_tokens)
+        self._prefixes.disown(request_id)
         return live.num_stored
 
     def grow(self, request_id: RequestId, *, reserved_tokens: int) -> None:
@@ -204,21 +215,27 @@ class SequenceHolder:
             case PreemptionMode.PAUSE:
                 return
             case PreemptionMode.RELEASE:
-                self._retire(live)
+                self._retire(live, owner=request_id)
             case PreemptionMode.SWAP:
                 raise ValueError("this backend does not swap; use release")
 
     def release(self, request_id: RequestId) -> None:
         """Forget the request in whatever state it is; unknown ids are ignored."""
         live = self._live.pop(request_id, None)
-        if live is not None and live.holds_cells:
-            self._retire(live)
+        if live is None:
+            return
+        if live.holds_cells:
+            self._retire(live, owner=None)
+        else:
+            self._prefixes.disown(request_id)
+        self._trim_cache()
 
     def drop_prefix(self, request_id: RequestId) -> None:
         """Give up the prefix pinned by that request; sequences that share it keep their copy."""
         stored = self._prefixes.unpin(request_id)
         if stored is not None:
             self._keep(stored)
+            self._trim_cache()
 
     # -- an iteration ----------------------------------------------------------------------------------
 
@@ -367,12 +384,24 @@ class SequenceHolder:
             live.sequence_id = -1
         self.release(live.request_id)
 
-    def _retire(self, live: Live) -> None:
+    def _retire(self, live: Live, *, owner: RequestId | None) -> None:
         """Take the sequence from a request; what it stored stays cached while nobody needs the cells."""
-        stored = Stored(live.sequence_id, live.generation.tokens(0, live.num_stored).copy())
+        stored = Stored(live.sequence_id, live.generation.tokens(0, live.num_stored).copy(), owner)
         live.sequence_id = -1
         live.num_stored = live.reserved = 0
         self._keep(stored)
+
+    def _trim_cache(self) -> None:
+        """Bound what idle cells cost: every row that is computed passes over all cells, its own or not."""
+        while self._prefixes.num_ownerless > 1 and self._num_idle() > self._max_idle_cells:
+            self._evict()
+
+    def _num_idle(self) -> int:
+        """Return the cells held by nothing but sequences of finished requests."""
+        ids = [live.sequence_id for live in self._live.values() if live.holds_cells]
+        ids += [stored.sequence_id for stored in self._prefixes.pinned]
+        ids += [stored.sequence_id for stored in self._prefixes.cached if stored.owner is not None]
+        return self._cells.num_cells - self._cells.num_free - self._cells.num_held(ids)
 
     def _keep(self, stored: Stored) -> None:
         if not len(stored.tokens):

@@ -286,6 +286,7 @@ class SimulatedBackend(SequenceHolder):
             vocabulary=vocabulary,
             num_sequence_ids=4 * max_sequences,
             max_sequences=max_sequences,
+            max_idle_cells=context_tokens // 8,
         )
 
     # -- facts -----------------------------------------------------------------------------------------

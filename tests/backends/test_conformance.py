@@ -264,6 +264,29 @@ def test_a_running_request_shares_its_beginning_too(backend: AnyBackend, driver:
     assert driver.outputs[rid("twin")].token_ids == driver.outputs[rid("first")].token_ids
 
 
+def test_finished_sequences_leave_most_of_the_store_empty(backend: AnyBackend, driver: Driver) -> None:
+    """Idle cells slow every row down, so the cache is bounded; its newest sequence stays in any case."""
+    for number in range(12):
+        driver.run(driver.order(f"r{number}", (300 + number, *range(40, 80)), 0))
+    assert backend.num_cells_cached == 256 // 41 * 41
+    assert driver.admit(driver.order("again", (311, *range(40, 80)), 1)) == 40
+    backend.release(rid("again"))
+    driver.run(driver.order("big", (299, *itertools.islice(itertools.cycle(range(40, 80)), 299)), 0))
+    assert backend.num_cells_cached == 300
+
+
+def test_what_a_preempted_request_comes_back_for_is_given_up_last(
+    backend: AnyBackend, driver: Driver
+) -> None:
+    driver.admit(driver.order("back", (290, *range(40, 80)), 4))
+    driver.step(chunks={"back": 30})
+    backend.preempt(rid("back"), PreemptionMode.RELEASE)
+    for number in range(30):
+        driver.run(driver.order(f"r{number}", (40 + number, *range(100, 110)), 0))
+    assert driver.resume(rid("back")) == 30
+    backend.release(rid("back"))
+
+
 # -- cells and ids -------------------------------------------------------------------------------------
 
 

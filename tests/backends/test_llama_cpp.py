@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -89,12 +90,21 @@ def test_an_abort_stops_a_long_prefill_and_reports_what_is_stored(real: Driver) 
     assert backend.num_cells_held == kept + 40
 
 
-def test_a_storm_of_aborts_changes_no_text(real: Driver) -> None:
-    """Decodes and a prompt share every aborted iteration; what was lost is computed again."""
+@pytest.mark.parametrize("keeps_logits", [True, False])
+def test_a_storm_of_aborts_changes_no_text(
+    real: Driver, keeps_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes and a prompt share every aborted iteration; what was lost is computed again.
+
+    Both with logits of finished micro-batches at hand and as with a library where they are lost.
+    """
     backend = real.backend
+    library = backend._model.library
+    provider = dataclasses.replace(library.provider, keeps_logits_on_abort=keeps_logits)
+    monkeypatch.setattr(library, "provider", provider)
     orders = [
-        real.order("prompt", story(real, 150), 8),
-        *(real.order(f"chat{n}", f"Tell me something about the number {n}.", 24) for n in range(2)),
+        real.order("prompt", story(real, 120), 4),
+        *(real.order(f"chat{n}", f"Tell me something about the number {n}.", 16) for n in range(2)),
     ]
     reference = {}
     for order in orders:

@@ -73,6 +73,7 @@ PROVIDERS: Final = (
         libraries=("xllamacpp*.so", "xllamacpp*.pyd"),
         needs_avx2=True,
         has_moe_cache=True,
+        keeps_logits_on_abort=True,
     ),
 )
 """In order of preference. A version that is not listed is not used: layouts change between releases."""
