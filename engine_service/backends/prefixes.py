@@ -21,7 +21,7 @@ from engine_service.backends.generation import common_prefix
 from engine_service.scheduling.model import RequestId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stored:
     """A sequence whose tokens are in the cache."""
 
@@ -82,7 +82,7 @@ class PrefixStore:
         """Note that a preempted request has come back or is gone."""
         for sequence_id, stored in self._cached.items():
             if stored.owner == request_id:
-                self._cached[sequence_id] = Stored(sequence_id, stored.tokens)
+                self._cached[sequence_id] = Stored(sequence_id=sequence_id, tokens=stored.tokens)
 
     def pin(self, request_id: RequestId, stored: Stored) -> None:
         """Keep a sequence until `unpin`."""

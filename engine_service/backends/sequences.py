@@ -353,7 +353,8 @@ class SequenceHolder:
         yield from reversed(self._prefixes.cached)
         for live in self._live.values():
             if live.holds_cells and live.num_stored:
-                yield Stored(live.sequence_id, live.generation.tokens(0, live.num_stored))
+                tokens = live.generation.tokens(0, live.num_stored)
+                yield Stored(sequence_id=live.sequence_id, tokens=tokens)
 
     def _take_id(self) -> int:
         if not self._free_ids:
@@ -380,13 +381,14 @@ class SequenceHolder:
             num_prompt = live.generation.num_prompt
             self._cells.cut(live.sequence_id, num_prompt)
             tokens = live.generation.tokens(0, num_prompt).copy()
-            self._prefixes.pin(live.request_id, Stored(live.sequence_id, tokens))
+            self._prefixes.pin(live.request_id, Stored(sequence_id=live.sequence_id, tokens=tokens))
             live.sequence_id = -1
         self.release(live.request_id)
 
     def _retire(self, live: Live, *, owner: RequestId | None) -> None:
         """Take the sequence from a request; what it stored stays cached while nobody needs the cells."""
-        stored = Stored(live.sequence_id, live.generation.tokens(0, live.num_stored).copy(), owner)
+        tokens = live.generation.tokens(0, live.num_stored).copy()
+        stored = Stored(sequence_id=live.sequence_id, tokens=tokens, owner=owner)
         live.sequence_id = -1
         live.num_stored = live.reserved = 0
         self._keep(stored)
