@@ -368,17 +368,9 @@ class Engine:
         length = len(order.prompt_ids)
         if not length:
             raise InvalidRequest("the prompt is empty", param="messages")
-        context = self._context_for(order.class_id)
-        room = context - length
-        if room < (0 if order.keep_prefix else 1):
-            raise PromptTooLong(
-                f"the prompt has {length} tokens; with room for an answer at most {context - 1} fit",
-                param="messages",
-            )
-        max_tokens = room if order.max_tokens is None else min(order.max_tokens, room)
-        most_output = self._scheduler.state.policy.classes[order.class_id].max_output_tokens
-        if most_output is not None:
-            max_tokens = min(max_tokens, most_output)
+        # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.
+        shared = 0 if order.keep_prefix else self._backend.shared_prefix_tokens(order.prompt_ids)
+        max_tokens = 0 if order.keep_prefix else self._clipped(order, length, shared)
         generation = GenerationOrder(
             request_id=request_id,
             prompt_ids=order.prompt_ids,
@@ -389,8 +381,6 @@ class Engine:
             keep_prefix=order.keep_prefix,
             ignore_eos=order.ignore_eos,
         )
-        # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.
-        shared = 0 if order.keep_prefix else self._backend.shared_prefix_tokens(order.prompt_ids)
         request = Request(
             request_id=request_id,
             resident_id=order.resident_id,
@@ -404,11 +394,19 @@ class Engine:
         )
         return generation, request
 
-    def _context_for(self, class_id: WorkloadClass) -> int:
-        """Return the most tokens a request of the class may have, prompt and output together."""
-        capacity = self._backend.capacity
-        cap = self._scheduler.state.policy.classes[class_id].max_context_tokens
-        return min(capacity.max_context_tokens, cap or capacity.max_context_tokens)
+    def _clipped(self, order: Order, length: int, shared: int) -> int:
+        """Return the output tokens to allow: what was asked, cut to what fits and the class may have."""
+        with self._wakeup:
+            most = self._scheduler.most_tokens(order.class_id, shared=shared)
+            most_output = self._scheduler.state.policy.classes[order.class_id].max_output_tokens
+        room = most - length
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens; with room for an answer at most {max(0, most - 1)} fit",
+                param="messages",
+            )
+        wanted = room if order.max_tokens is None else min(order.max_tokens, room)
+        return wanted if most_output is None else min(wanted, most_output)
 
     def _refusal(self, refused: Reject, request: Request) -> EngineError:
         limit, retry = refused.limit, refused.retry_after_s
@@ -757,9 +755,10 @@ class Engine:
                 else:
                     live.is_on_backend = live.was_preempted = False
                     live.cached_tokens, live.stored = None, 0
-        self._hand_over(batch)
         if self._rebuild is None:
             self._failure = str(err)
+        self._hand_over(batch)
+        if self._rebuild is None:
             return
         try:
             backend = self._rebuild()

@@ -110,7 +110,7 @@ def can_anybody_run(state: State, *, now: float) -> bool:
         return False
     if has_sequence(state, urgency=urgency) or state.least_urgent_held(now=now) > urgency:
         return True
-    return any(state.is_over_cap(resident_id) for resident_id in state.residents)
+    return state.has_borrowers
 
 
 def may_run_more(state: State, record: Record) -> bool:
@@ -132,9 +132,18 @@ def most_pages_ever(state: State, record: Record) -> int:
     return state.pages_needed(record, record.most_tokens)
 
 
-def pages_ever_free(state: State, record: Record) -> int:
-    """Return the pages this request could have on an otherwise empty machine."""
+def pages_ever_free(state: State, class_id: WorkloadClass, *, keeps_prefix: bool) -> int:
+    """Return the pages a request of the class could have on an otherwise empty machine."""
     capacity = state.known_capacity
-    if record.request.keep_prefix:
+    if keeps_prefix:
         return state.prefix_allowance() - state.pages.num_pinned - sum(state.coming_prefixes.values())
-    return capacity.num_pages - state.prefix_allowance() - state.headroom_pages(record.class_id.urgency or 1)
+    # Beyond its bucket speech competes as chat: it may not count on the headroom.
+    return capacity.num_pages - state.prefix_allowance() - state.headroom_pages(class_id.urgency or 1)
+
+
+def most_tokens_ever(state: State, class_id: WorkloadClass, *, shared: int = 0) -> int:
+    """Return the longest sequence (prompt and output) that a request of the class may have."""
+    capacity, policy = state.known_capacity, state.policy.classes[class_id]
+    fitting = pages_ever_free(state, class_id, keeps_prefix=False) * capacity.page_tokens + shared
+    context = min(capacity.max_context_tokens, policy.max_context_tokens or capacity.max_context_tokens)
+    return max(0, min(context, fitting))

@@ -57,22 +57,29 @@ def victims_for(state: State, candidate: Candidate, num_pages: int, *, now: floa
 
 def _by_cheapness(state: State, candidate: Candidate, *, now: float) -> list[Record]:
     has_cap_room = not state.is_over_cap(candidate.record.resident_id)
-    may_borrow = has_cap_room and any(state.is_over_cap(resident_id) for resident_id in state.residents)
+    may_borrow = has_cap_room and state.has_borrowers
     if not may_borrow and state.least_urgent_held(now=now) <= candidate.urgency:
         return []
     found = []
-    for record in state.holding.values():
-        if not is_preemptible(state, record) or not has_progressed(state, record):
-            continue
+    for record in _losable(state):
         if record.is_promised and candidate.urgency > 0:
             continue
         urgency = state.urgency(record, now=now)
-        is_borrower = has_cap_room and state.is_over_cap(record.resident_id)
+        is_borrower = may_borrow and state.is_over_cap(record.resident_id)
         if urgency > candidate.urgency or (is_borrower and urgency >= candidate.urgency):
             served, arrived_at, request_id = state.serving_key(record, now=now)
             found.append(((-urgency, -served, record.stored, -arrived_at, request_id), record))
     found.sort(key=lambda pair: pair[0])
     return [record for _, record in found]
+
+
+def _losable(state: State) -> list[Record]:
+    """Return who may lose its pages and has made progress; the same for all heads of one plan."""
+    if state.losable is None:
+        state.losable = [
+            r for r in state.holding.values() if is_preemptible(state, r) and has_progressed(state, r)
+        ]
+    return state.losable
 
 
 def _without_unneeded(chosen: list[Record], *, spare_pages: int, spare_sequences: int) -> list[Record]:

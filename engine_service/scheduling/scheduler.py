@@ -72,6 +72,7 @@ from engine_service.scheduling.windows import WindowSum
 
 _REBASE_EVERY = 4096
 _LOWER = WorkloadClass.AGENT.urgency
+_NOBODY_STUCK = WorkloadClass.BACKGROUND.urgency + 1
 
 
 _Bill = tuple[FlowId, bool, bool]
@@ -162,6 +163,10 @@ class Scheduler:
     def knows(self, request_id: RequestId) -> bool:
         """Return whether the request waits or holds pages."""
         return request_id in self.state.records
+
+    def most_tokens(self, class_id: WorkloadClass, *, shared: int = 0) -> int:
+        """Return the longest sequence a request of the class may have; shared is its pinned beginning."""
+        return admission.most_tokens_ever(self.state, class_id, shared=shared)
 
     # ---- residents
 
@@ -261,7 +266,7 @@ class Scheduler:
                 reason=RejectReason.PROMPT_TOO_LONG,
                 limit=max(0, context - request.max_tokens),
             )
-        pages = admission.pages_ever_free(state, record)
+        pages = admission.pages_ever_free(state, request.class_id, keeps_prefix=request.keep_prefix)
         if admission.most_pages_ever(state, record) > pages:
             fitting = pages * capacity.page_tokens + record.shared - request.max_tokens
             return Reject(
@@ -450,12 +455,14 @@ class Scheduler:
             record.output += result.decode_tokens
             record.length += result.decode_tokens
             record.stored = record.length - 1
-            self.state.prefilling.pop(record.request_id, None)
-            if record.length > record.reserved:
-                self.state.growing[record.request_id] = record
             if record.first_token_at is None:
                 record.first_token_at = now
         record.charged = max(record.charged, record.stored)
+        if record.is_decoding:
+            # Also a recomputed prompt of which a chunk left exactly the last output token.
+            self.state.prefilling.pop(record.request_id, None)
+            if record.length > record.reserved:
+                self.state.growing[record.request_id] = record
         bill = (record.flow_id, record.request.paid_by_system, record.was_due)
         work = charges.get(bill)
         if work is None:
@@ -590,12 +597,13 @@ class Scheduler:
             return
         passed_over: list[Record] = []
         on_loan: list[Candidate] = []
-        tried: set[tuple[WorkloadClass, ResidentId]] = set()
+        tried: set[FlowId] = set()
+        stuck_urgency = _NOBODY_STUCK
         progress = True
         while progress:
             progress = False
             for candidate in admission.candidates(self.state, now=now):
-                if candidate.flow_id in tried:
+                if candidate.flow_id in tried or candidate.urgency >= stuck_urgency:
                     continue
                 outcome = self._try(candidate, decisions, on_loan, now=now)
                 if outcome == "admitted":
@@ -606,6 +614,9 @@ class Scheduler:
                 tried.add(candidate.flow_id)
                 if outcome == "no_slot":
                     return
+                if outcome == "no_sequence":
+                    # Whoever is no more urgent finds none either: the same holders would have to give way.
+                    stuck_urgency = min(stuck_urgency, candidate.urgency)
                 if outcome == "no_pages":
                     if candidate.record.skips >= self.state.policy.max_skips:
                         return
@@ -647,7 +658,8 @@ class Scheduler:
         ):
             victims = preemption.victims_for(state, candidate, need, now=now)
             if not victims:
-                return "no_pages"
+                lacks_sequence = not admission.has_sequence(state, urgency=candidate.urgency)
+                return "no_sequence" if lacks_sequence and not state.has_borrowers else "no_pages"
             for victim in victims:
                 self._preempt(victim, record, decisions, now=now)
         self._admit(candidate, reserved, need, decisions, now=now)

@@ -86,6 +86,7 @@ class State:
     held_flows: dict[FlowId, int] = field(default_factory=dict)  #: holding requests by flow
     waiting_flows: dict[FlowId, int] = field(default_factory=dict)  #: waiting requests by flow
     growing: dict[RequestId, Record] = field(default_factory=dict)  #: decoding beyond their reservation
+    losable: list[Record] | None = None  #: cached by `preemption`; None: ask again
     _asked_at: float = field(default=-1.0, init=False)
     _urgencies: dict[FlowId, int] = field(default_factory=dict, init=False)
     _services: dict[ResidentId, int] = field(default_factory=dict, init=False)
@@ -165,6 +166,7 @@ class State:
         """Note that the record holds nothing any more; harmless if it held nothing."""
         if self.holding.pop(record.request_id, None) is None:
             return
+        self.losable = None
         self.held_flows[record.flow_id] -= 1
         for group in (self.prefilling, self.spoken, self.growing):
             group.pop(record.request_id, None)
@@ -172,8 +174,9 @@ class State:
     # ---- how urgent, how served
 
     def forget_answers(self) -> None:
-        """Forget cached urgencies and services (something was charged or changed)."""
+        """Forget cached urgencies, services and victims (something was charged or changed)."""
         self._asked_at = -1.0
+        self.losable = None
 
     def _ask(self, now: float) -> None:
         if now != self._asked_at:
@@ -325,3 +328,8 @@ class State:
         if resident is None or resident.page_cap is None:
             return False
         return self.pages.held_by(resident_id) + more_pages > resident.page_cap
+
+    @property
+    def has_borrowers(self) -> bool:
+        """Return whether some resident holds more than its page cap."""
+        return any(self.is_over_cap(resident_id) for resident_id in self.residents)

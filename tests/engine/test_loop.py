@@ -216,16 +216,17 @@ async def test_what_cannot_be_served_is_refused_with_a_reason(make_engine: MakeE
     async with make_engine() as (engine, _):
         with pytest.raises(UnknownResident, match="alice, bob, guest, house"):
             await ask(engine, "mallory", "chat", "hello", 5)
-        with pytest.raises(PromptTooLong, match="at most 2047 fit"):
+        with pytest.raises(PromptTooLong, match="at most 1535 fit"):
             await ask(engine, "alice", "chat", STORY * 200, 5)
-        with pytest.raises(PromptTooLong, match="at most"):
-            await ask(engine, "alice", "chat", STORY * 90, 300)
+        _, _, clipped = await ask(engine, "alice", "chat", STORY * 75, 100_000)
+        length = len(engine.tokenizer.encode(STORY * 75))
+        assert clipped.decode_tokens == 1536 - length, "a huge max_tokens is cut to what fits"
         with pytest.raises(InvalidRequest, match="empty"):
             await ask(engine, "alice", "chat", "", 5)
         broken = Constraint(kind=ConstraintKind.REGEX, text="(")
         with pytest.raises(InvalidRequest):
             await ask(engine, "alice", "chat", "hello", 5, constraint=broken)
-        await ask(engine, "miser", "chat", STORY * 3, 5)
+        await ask(engine, "miser", "chat", "Once upon a time in winter. " * 12, 5)
         with pytest.raises(QuotaExhausted) as refused:
             await ask(engine, "miser", "chat", "hello", 5)
         assert refused.value.retry_after_s is not None

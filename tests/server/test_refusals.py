@@ -86,8 +86,12 @@ async def test_who_is_known_is_said_where_somebody_is_not(home: Household) -> No
 
 async def test_a_prompt_that_leaves_no_room_is_told_how_many_tokens_would_fit(home: Household) -> None:
     answer = await home.chat("word " * 50_000)
-    limit = home.engine.info.max_context_tokens
-    assert f"at most {limit - 1} fit" in answer.error["message"]
+    longest = int(answer.error["message"].partition("at most ")[2].split()[0])
+    assert longest < home.engine.info.max_context_tokens
+    fitting = await home.ask("POST", "/v1/completions", {"prompt": [7] * longest, "max_tokens": 5})
+    assert fitting.status == 200
+    above = await home.ask("POST", "/v1/completions", {"prompt": [7] * (longest + 1), "max_tokens": 5})
+    assert above.error["code"] == "prompt_too_long"
 
 
 async def test_more_output_than_fits_is_cut_to_what_fits(home: Household) -> None:
