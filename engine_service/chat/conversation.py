@@ -73,6 +73,12 @@ class Conversation:
             raise InvalidRequest("prompts of these messages share no beginning", param="messages")
         return tuple(shared)
 
+    def prefix_constraint(self, request: PrefixRequest) -> Constraint | None:
+        """Return the grammar that later prompts with these tools will need, None if they need none."""
+        if not request.tools or self._template.handles_tools:
+            return None
+        return tools.constraint_for(request.tools, must_call=False, answer=None)
+
     def text_ids(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a raw prompt; the caller may write control tokens there."""
         return tuple(self._tokenizer.encode(text, parse_special=True))

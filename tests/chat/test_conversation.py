@@ -143,6 +143,15 @@ def test_a_prefix_begins_every_prompt_of_the_same_messages_and_tools(template: s
     assert "TurnOn" in TOKENIZER.decode(prefix)
 
 
+@pytest.mark.parametrize("template", [SMOLLM2, WITH_TOOLS])
+def test_a_pinned_prefix_brings_the_very_grammar_that_later_prompts_need(template: str) -> None:
+    talk = Conversation(model(template), TOKENIZER)
+    ahead = talk.prefix_constraint(parse_prefix_request({"messages": [SYSTEM], "tools": [TOOL]}))
+    later = talk.prepare(parse_chat_request({"messages": [SYSTEM, USER], "tools": [TOOL]})).constraint
+    assert ahead == later
+    assert talk.prefix_constraint(parse_prefix_request({"messages": [SYSTEM]})) is None
+
+
 def test_a_prompt_that_opens_reasoning_is_noticed() -> None:
     template = SMOLLM2.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
     prepared = Conversation(model(template), TOKENIZER).prepare(parse_chat_request({"messages": [USER]}))

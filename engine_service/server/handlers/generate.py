@@ -87,6 +87,10 @@ async def prefix(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     message = parse_prefix_request(await read_json(request))
     prompt_ids = await _off_loop(_length(message.messages), lambda: service.conversation.prefix_ids(message))
+    constraint = service.conversation.prefix_constraint(message)
+    if constraint is not None:
+        # The first grammar of a set of tools takes a second to compile: now, not while somebody waits.
+        await service.engine.prepare_constraint(constraint)
     prefix_tokens, computed_tokens = await service.engine.pin_prefix(prompt_ids)
     return respond({"prefix_tokens": prefix_tokens, "computed_tokens": computed_tokens})
 
