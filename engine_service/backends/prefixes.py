@@ -78,8 +78,16 @@ class PrefixStore:
         """Cached sequences that no preempted request waits for."""
         return sum(stored.owner is None for stored in self._cached.values())
 
+    def take_owned(self, request_id: RequestId) -> int | None:
+        """Forget the sequence that waited for a preempted request; return its id, None if it was given up."""
+        for sequence_id, stored in self._cached.items():
+            if stored.owner == request_id:
+                del self._cached[sequence_id]
+                return sequence_id
+        return None
+
     def disown(self, request_id: RequestId) -> None:
-        """Note that a preempted request has come back or is gone."""
+        """Note that a preempted request will not come back."""
         for sequence_id, stored in self._cached.items():
             if stored.owner == request_id:
                 self._cached[sequence_id] = Stored(sequence_id=sequence_id, tokens=stored.tokens)

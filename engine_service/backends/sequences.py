@@ -152,6 +152,11 @@ class SequenceHolder:
         """Sequences in all: for requests, pinned prefixes and what is cached."""
         return self._num_ids
 
+    @property
+    def cached_lengths(self) -> tuple[int, ...]:
+        """The tokens of every cached sequence, least recently used first."""
+        return tuple(len(stored.tokens) for stored in self._prefixes.cached)
+
     def check(self) -> None:
         """Compare these accounts with what the device says it stores; raise AssertionError otherwise."""
         expected = {stored.sequence_id: len(stored.tokens) for stored in self._prefixes}
@@ -199,7 +204,9 @@ class SequenceHolder:
         if live.holds_cells:
             raise ValueError(f"request {request_id} is not preempted")
         self._place(live, reserved_tokens)
-        self._prefixes.disown(request_id)
+        kept = self._prefixes.take_owned(request_id)
+        if kept is not None:
+            self._free(kept)  # its cells are the request's own again
         return live.num_stored
 
     def grow(self, request_id: RequestId, *, reserved_tokens: int) -> None:

@@ -287,6 +287,44 @@ def test_what_a_preempted_request_comes_back_for_is_given_up_last(
     backend.release(rid("back"))
 
 
+def test_a_cancelled_request_leaves_its_preempted_cells_like_any_finished_one(
+    backend: AnyBackend, driver: Driver
+) -> None:
+    driver.admit(driver.order("gone", (298, *itertools.islice(itertools.cycle(range(40, 80)), 299)), 4))
+    driver.step(chunks={"gone": 280})
+    backend.preempt(rid("gone"), PreemptionMode.RELEASE)
+    backend.release(rid("gone"))
+    assert backend.num_cells_cached == 280, "the newest stays"
+    driver.run(driver.order("next", (297, *range(40, 80)), 0))
+    assert backend.num_cells_cached == 41
+
+
+def test_a_resumed_request_holds_one_sequence_only(backend: AnyBackend, driver: Driver) -> None:
+    driver.admit(driver.order("back", QUESTIONS["sky"], 4))
+    driver.step(chunks={"back": 9})
+    for _ in range(3):
+        backend.preempt(rid("back"), PreemptionMode.RELEASE)
+        assert len(backend.cached_lengths) == 1
+        driver.resume(rid("back"))
+        assert backend.cached_lengths == ()
+
+
+def test_the_pinned_cells_themselves_are_shared_even_where_a_longer_copy_exists(
+    backend: AnyBackend, driver: Driver
+) -> None:
+    """Both are computed together, so each has cells of its own; the ledger counts on the pinned ones."""
+    prompt = driver.prompt(QUESTIONS["keeper"])
+    prefix = prompt[:12]
+    driver.admit(driver.order("pin", prefix, 0, keep_prefix=True))
+    driver.admit(driver.order("copy", prompt, 4))
+    driver.step(chunks={"pin": 12, "copy": len(prompt) - 1})
+    assert backend.num_cells_held == 12 + len(prompt) - 1
+    assert driver.admit(driver.order("new", prompt, 4)) == len(prompt) - 1
+    backend.release(rid("copy"))
+    backend.drop_cache()
+    assert backend.num_cells_held == len(prompt) - 1
+
+
 # -- cells and ids -------------------------------------------------------------------------------------
 
 
