@@ -272,6 +272,7 @@ def test_a_regex_and_a_lark_grammar_rule_the_output(real: Driver) -> None:
     date = real.run(real.order("date", "When?", 30, constraint=regex(r"20\d\d-(0[1-9]|1[0-2])-[0-2]\d")))
     assert date.reason is FinishReason.STOP
     assert len(date.text) == 10
+    assert real.backend.tokenizer.decode(date.token_ids[-1:]), "no iteration is spent on an end token"
     lark = Constraint(kind=ConstraintKind.LARK, text='start: "yes" | "no" | "perhaps" " " /[a-z]{3}/')
     word = real.run(real.order("word", "Really?", 30, constraint=lark))
     assert word.text in ("yes", "no") or word.text.startswith("perhaps ")
