@@ -39,6 +39,10 @@ class Rest:
         """Return the body of a POST."""
         return await self._send("POST", path, body)
 
+    async def delete(self, path: str) -> Any:
+        """Return the body of a DELETE."""
+        return await self._send("DELETE", path)
+
     async def _send(self, method: str, path: str, body: Any = None) -> Any:
         headers = {"Authorization": f"Bearer {self.token}"}
         async with self.session.request(method, self.url + path, json=body, headers=headers) as response:

@@ -48,6 +48,16 @@ def definition(home: Household) -> dict[str, Any]:
     return {"title": TITLE, "views": [view]}
 
 
+def entities(part: Any) -> set[str]:
+    """Return every entity that a part of the definition shows."""
+    if isinstance(part, list):
+        return set().union(*map(entities, part))
+    if not isinstance(part, dict):
+        return set()
+    own = {part["entity"]} if isinstance(part.get("entity"), str) else set()
+    return own.union(*map(entities, part.values()))
+
+
 def _section(title: str, icon: str, cards: list[Card]) -> Card:
     return {"type": "grid", "cards": [{"type": "heading", "heading": title, "icon": icon}, *cards]}
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from household import checks, dashboard, logs, measure, table, workload
+from household import checks, dashboard, measure, table, workload
 from household.phases import (
     LONGEST_PACE_S,
     NUM_COMMANDS,
@@ -169,8 +169,7 @@ async def _run(parsed: argparse.Namespace, console: Console) -> int:
                 await _go_on(stage, show, plan)
             fair = await _measure_fair(stage, show, plan)
     fair.facts = measure.read_event_log(stage.event_log("fairhearth"))
-    faults = [*logs.faults(stage.home.log), *logs.faults(stage.engine.log)]
-    evidence = checks.Evidence(fair=fair, fifo=fifo, reconnect_s=reconnect_s, faults=faults)
+    evidence = checks.Evidence(fair=fair, fifo=fifo, reconnect_s=reconnect_s, faults=stage.faults())
     return _report(evidence, parsed.json, console, time.monotonic() - started)
 
 

@@ -64,6 +64,10 @@ class EngineProcess:
         if not line.startswith("READY "):
             raise ProcessDied(f"the engine's first line was {line!r}, not READY")
 
+    def forget_residents(self) -> None:
+        """Delete what the stopped engine kept about residents, as if set up anew; it stays who it is."""
+        (self.folder / "state/residents.json").unlink()
+
     async def stop(self) -> None:
         """End the process; its event log is complete afterwards."""
         if self._process is not None:

@@ -7,7 +7,8 @@ bedroom, and who speaks in the hall is a guest. Work that nobody asked for by na
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import aiohttp
@@ -24,6 +25,18 @@ ROOMS: Final = (KITCHEN, BEDROOM, HALL)
 
 VOICE_PROMPT: Final = "You are the voice of this home. Answer in one short sentence."
 CHAT_PROMPT: Final = "You are a friendly assistant. Explain at length, with examples."
+
+
+def _examples() -> str:
+    lines = ["Answer every command with a tool call."]
+    for lamp in ("Porch lamp", "Kitchen lamp"):
+        for way in ("On", "Off"):
+            call = {"name": f"intent__HassTurn{way}", "arguments": {"name": lamp}}
+            lines += [f"Turn {way.lower()} the {lamp.lower()}.", json.dumps(call)]
+    return "\n".join(lines)
+
+
+CONTROL_PROMPT: Final = _examples()
 
 VOICE_TOKENS: Final = 16
 CHAT_TOKENS: Final = 160
@@ -50,6 +63,7 @@ class Household:
 
     rest: Rest  #: as Alice, who administrates
     socket: WebSocket  #: as Alice
+    bob_rest: Rest  #: as Bob
     bob: WebSocket  #: as Bob
     entry_id: str
     subentry_ids: dict[str, str]  #: by title: the agents, the task, the residents
@@ -83,6 +97,12 @@ class Household:
         """Return the state of an entity."""
         return str((await self.rest.get(f"/api/states/{entity_id}"))["state"])
 
+    async def reconnected(self) -> Household:
+        """Return the household with new connections, once a restarted Home Assistant is up."""
+        socket = await WebSocket.connect(self.rest)
+        await until_running(socket)
+        return replace(self, socket=socket, bob=await WebSocket.connect(self.bob_rest))
+
     async def close(self) -> None:
         """Close the connections."""
         await self.socket.close()
@@ -111,11 +131,12 @@ async def set_up(
         for title in ("Voice", "Chat")
     }
     await socket.call("assist_pipeline/pipeline/set_preferred", pipeline_id=pipelines["voice"])
-    bob = await WebSocket.connect(await sign_in(session, home.url, BOB))
+    bob_rest = await sign_in(session, home.url, BOB)
     return Household(
         rest=rest,
         socket=socket,
-        bob=bob,
+        bob_rest=bob_rest,
+        bob=await WebSocket.connect(bob_rest),
         entry_id=entry_id,
         subentry_ids=subentry_ids,
         entity_ids=entity_ids,
@@ -219,3 +240,32 @@ async def _add_pipeline(socket: WebSocket, name: str, agent: str) -> str:
         **nothing,
     )
     return str(created["id"])
+
+
+async def add_control_agent(home: Household) -> str:
+    """Add an agent that may switch the lamps; return its entity id.
+
+    A small model does as the examples in its prompt do, so each command it should understand is there once.
+    """
+    await home.socket.call(
+        "homeassistant/expose_entity",
+        assistants=["conversation"],
+        entity_ids=[f"input_boolean.{name}" for name in HELPERS["input_booleans"]],
+        should_expose=True,
+    )
+    answers = {
+        "name": "Control",
+        "prompt": CONTROL_PROMPT,
+        "llm_hass_api": ["assist"],
+        "max_tokens": 64,
+        "temperature": 0,
+    }
+    await flows.add_subentry(home.rest, home.entry_id, "conversation", answers)
+    await _settled(home.rest)
+    (subentry_id,) = (
+        item["subentry_id"]
+        for item in await flows.subentries(home.socket, home.entry_id)
+        if item["title"] == "Control"
+    )
+    key = ("conversation", subentry_id)
+    return (await flows.until_entities(home.socket, "fairhearth", {key}))[key]

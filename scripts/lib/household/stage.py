@@ -11,6 +11,7 @@ from typing import IO, Final, Self
 
 import aiohttp
 
+from household import logs
 from household.engine import EngineApi, EngineProcess
 from household.homeassistant import HomeAssistantProcess
 from household.places import free_port
@@ -105,6 +106,19 @@ class Stage:
             timeout_s=BACK_TIMEOUT_S,
         )
         await self.engine_api.quiet(timeout_s=BACK_TIMEOUT_S)
+
+    async def restart_home(self, *, expect_engine: bool = True) -> None:
+        """Start Home Assistant anew; its tokens and connections go on as before."""
+        await self.household.close()
+        await self.home.stop()
+        await self.home.start(self.session)
+        self.household = await self.household.reconnected()
+        if expect_engine:
+            await self.until_back()
+
+    def faults(self) -> list[str]:
+        """Return the errors in the logs of both programs so far."""
+        return [*logs.faults(self.home.log), *logs.faults(self.engine.log)]
 
     def check(self) -> None:
         """Raise ProcessDied if one of the programs ended by itself."""
