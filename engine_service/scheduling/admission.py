@@ -99,20 +99,6 @@ def has_sequence(state: State, *, urgency: int) -> bool:
     return len(state.holding) < limit
 
 
-def can_anybody_run(state: State, *, now: float) -> bool:
-    """Return False where no waiting request can possibly be admitted, without looking at any.
-
-    True promises nothing. Sequences are what runs out first on a busy machine: without a free one,
-    somebody less urgent must hold one, or a borrower beyond its page cap.
-    """
-    urgency = state.most_urgent_waiting(now=now)
-    if urgency is None:
-        return False
-    if has_sequence(state, urgency=urgency) or state.least_urgent_held(now=now) > urgency:
-        return True
-    return state.has_borrowers
-
-
 def may_run_more(state: State, record: Record) -> bool:
     """Return whether the resident's limit of running requests allows one more."""
     resident = state.residents.get(record.resident_id)

@@ -14,7 +14,7 @@ papers; vLLM issue 49674 for the zero-progress cascade that the progress rule pr
 
 from __future__ import annotations
 
-from engine_service.scheduling.admission import Candidate
+from engine_service.scheduling.admission import Candidate, has_sequence
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.state import State
 
@@ -32,6 +32,25 @@ def is_preemptible(state: State, record: Record) -> bool:
 def has_progressed(state: State, record: Record) -> bool:
     """Return whether it computed at least one page since its last admission."""
     return record.stored - record.stored_at_admission >= state.known_capacity.page_tokens
+
+
+def can_anybody_run(state: State, *, now: float) -> bool:
+    """Return False where no waiting request can possibly be admitted, without looking at any.
+
+    True promises nothing. Sequences are what runs out first on a busy machine: without a free one,
+    somebody less urgent must be able to give one up, or a resident must hold more than its page cap.
+    """
+    urgency = state.most_urgent_waiting(now=now)
+    if urgency is None:
+        return False
+    if has_sequence(state, urgency=urgency) or state.has_borrowers:
+        return True
+    if state.least_urgent_held(now=now) <= urgency:
+        return False
+    return any(
+        state.urgency(record, now=now) > urgency and not (record.is_promised and urgency > 0)
+        for record in _losable(state)
+    )
 
 
 def victims_for(state: State, candidate: Candidate, num_pages: int, *, now: float) -> list[Record]:

@@ -593,7 +593,7 @@ class Scheduler:
 
     def _admit_all(self, decisions: list[Decision], *, now: float) -> None:
         """Admit in order until nothing more fits; those over their page cap come last, on loan."""
-        if not admission.can_anybody_run(self.state, now=now):
+        if not preemption.can_anybody_run(self.state, now=now):
             return
         passed_over: list[Record] = []
         on_loan: list[Candidate] = []
