@@ -26,7 +26,7 @@ async def test_the_household_is_told_that_its_policy_is_met(stage: Stage, home: 
 
 async def test_everything_on_the_dashboard_exists_and_has_a_value(home: Household) -> None:
     await workload.speak(home, KITCHEN, "What colour is amber?")
-    entity_ids = dashboard.entities(dashboard.definition(home))
+    entity_ids = dashboard.entities(dashboard.definition(home, {}))
     assert len(entity_ids) > 10
     states = {entity_id: await home.state(entity_id) for entity_id in entity_ids}
     assert not [entity_id for entity_id, state in states.items() if state == "unavailable"]

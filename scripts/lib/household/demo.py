@@ -198,6 +198,8 @@ async def _measure_fifo(stage: Stage, show: Show, plan: Sequence[workload.Arriva
     reconnect_s = await stage.restart_engine(policy="fairhearth")
     fifo.facts = measure.read_event_log(stage.event_log("fifo"))
     show.scene.fifo = {name: measure.first_tokens(fifo.facts, name) for name in table.CLASSES}
+    fifo_s = {name: spread.p95_s for name, spread in show.scene.fifo.items()}
+    await dashboard.create(stage.household, fifo_s)
     return fifo, reconnect_s
 
 

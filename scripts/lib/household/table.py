@@ -41,7 +41,7 @@ def render(scene: Scene, snapshot: Mapping[str, Any] | None) -> RenderableType:
     if snapshot is None:
         parts.append(Text("the engine is starting …", style="dim"))
     else:
-        parts += [_residents(snapshot), _classes(snapshot, scene.fifo), _engine(snapshot)]
+        parts += [_residents(snapshot), Text(), _classes(snapshot, scene.fifo), Text(), _engine(snapshot)]
     parts += [Text(line, overflow="ellipsis", no_wrap=True) for line in scene.sayings]
     if scene.hint:
         parts.append(Text(scene.hint, style="dim"))
