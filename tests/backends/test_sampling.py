@@ -82,6 +82,21 @@ def test_draws_follow_the_truncated_distribution(rest: dict[str, float]) -> None
     assert np.all(np.abs(counts - draws * expected) <= 5 * np.sqrt(draws * expected) + 1)
 
 
+def test_draws_from_a_long_vocabulary_follow_it_too() -> None:
+    """More tokens than fit one block of the running sum; the heavy ones lie in several blocks."""
+    logits = np.full(2_000, -30.0, dtype=np.float32)
+    heavy = {3: 1.0, 255: 0.5, 256: 0.25, 1_999: 1.25}
+    for token_id, weight in heavy.items():
+        logits[token_id] = math.log(weight)
+    one = Sampler(Sampling(temperature=1.0, seed=9), prompt_ids=(), vocab_size=2_000)
+    draws = 9_000
+    counts = np.bincount([one.choose(logits) for _ in range(draws)], minlength=2_000)
+    assert counts.sum() == sum(counts[token_id] for token_id in heavy)
+    for token_id, weight in heavy.items():
+        expected = draws * weight / 3
+        assert abs(counts[token_id] - expected) <= 5 * math.sqrt(expected)
+
+
 def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
     logits = row(1)
     greedy = sampler(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=1)

@@ -77,9 +77,9 @@ def open_backend(
 def _in_a_thread_of_its_own(work: Callable[[], None]) -> None:
     """Run work in a thread that ends with it.
 
-    OpenMP keeps a team of threads for every thread that ever computed. A second team makes it believe that there
-    are more threads than processors, and then it sleeps at each of the hundreds of barriers of a token instead of
-    spinning, which halves the speed. The team ends with its thread.
+    OpenMP keeps a team of threads for every thread that ever computed. A second team makes it believe that
+    there are more threads than processors, and then it sleeps at each of the hundreds of barriers of a token
+    instead of spinning, which halves the speed. The team ends with its thread.
     """
     with ThreadPoolExecutor(max_workers=1) as executor:
         executor.submit(work).result()
