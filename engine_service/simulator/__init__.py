@@ -1,1 +1,1 @@
-"""Rehearsals of a policy in virtual time, with the scheduler that the engine runs."""
+"""A household in virtual time: the real scheduler on a device that knows lengths, measured and judged."""
