@@ -40,6 +40,7 @@ from engine_service.settings import (
     TokenSetting,
     load,
 )
+from engine_service.simulator.command import add_commands
 from engine_service.state import StateFolder
 
 EXIT_OK: Final = 0
@@ -57,6 +58,9 @@ class _AddressError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parsed = _parser().parse_args(arguments)
+    if hasattr(parsed, "run"):  # a command of the simulator: it serves nobody and needs no settings
+        status: int = parsed.run(parsed)
+        return status
     try:
         settings = load(parsed.config, _overrides(parsed))
         state = StateFolder(settings.paths.state_dir)
@@ -96,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands.add_parser("serve", parents=[common], help="load the model and serve"))
     commands.add_parser("token", parents=[common], help="say where the bearer token is")
+    add_commands(commands)
     return parser
 
 
