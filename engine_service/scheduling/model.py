@@ -182,6 +182,7 @@ class Policy:
     min_chunk_tokens: int = 32
     sprint: bool = True  #: no other prefill while a spoken answer is under way
     max_pause_s: float = 2.0
+    abort_patience_s: float = 0.1  #: speech waits for an iteration that is expected to end this soon
     max_waiting: int = 1_000  #: most requests waiting over all residents
     prefix_share: float = 0.25  #: most of the pages that pinned prefixes may hold, [0, 1)
 
@@ -194,7 +195,13 @@ class Policy:
         missing = [c.value for c in WorkloadClass if c not in self.classes]
         if missing:
             raise ValueError(f"policy lacks the classes {', '.join(missing)}")
-        for name in ("prefill_cost", "decode_cost", "voice_headroom_pages", "voice_headroom_sequences"):
+        for name in (
+            "prefill_cost",
+            "decode_cost",
+            "voice_headroom_pages",
+            "voice_headroom_sequences",
+            "abort_patience_s",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, not {getattr(self, name)}")
         positive = (

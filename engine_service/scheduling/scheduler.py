@@ -311,13 +311,20 @@ class Scheduler:
         flight = self.state.in_flight
         if flight is None or flight.is_aborting or not self.state.known_capacity.can_abort:
             return []
-        if self.state.urgency(record, now=now) != 0:
+        if self.state.urgency(record, now=now) != 0 or self._ends_soon(flight, now=now):
             return []
         chunks = [self.state.records.get(chunk.request_id) for chunk in flight.composed.prefills]
         if not any(r is not None and self.state.urgency(r, now=now) > 0 for r in chunks):
             return []
         flight.is_aborting = True
         return [AbortIteration()]
+
+    def _ends_soon(self, flight: InFlight, *, now: float) -> bool:
+        """Return whether the iteration is expected to end shortly: what is nearly done is not thrown away."""
+        if flight.composed.predicted_s is None:
+            return False
+        left_s = flight.started_at + flight.composed.predicted_s - now
+        return 0 <= left_s <= self.state.policy.abort_patience_s
 
     # ---- leaving
 

@@ -75,6 +75,22 @@ def test_voice_stops_a_chunk_that_is_under_way() -> None:
     assert home.all_finished()
 
 
+def test_voice_waits_for_a_chunk_that_is_nearly_done() -> None:
+    home = Household(residents=(ALICE, BOB), cost=lambda chunk, decodes: 0.001 * chunk + 0.02 * decodes)
+    for _ in range(4):
+        home.ask("bob", "chat", 300, 20)
+    home.run_dry()
+    home.ask("bob", "background", 3000, 50)
+    home.run_until(home.now + 2.0)
+    home.now = home.flying_until - 0.02
+    home.ask("alice", "voice", 30, 10)
+    assert home.num_aborts == 0
+    home.run_until(home.now + 1.0)
+    home.now = home.flying_until - 0.3
+    home.ask("alice", "voice", 30, 10)
+    assert home.num_aborts == 1
+
+
 def test_chat_does_not_stop_a_chunk_and_nothing_is_stopped_where_it_cannot_be() -> None:
     home = Household(residents=(ALICE, BOB))
     home.ask("bob", "background", 2000, 50)

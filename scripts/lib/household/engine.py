@@ -12,6 +12,8 @@ from household.process import Process, ProcessDied
 from household.waiting import until
 
 START_TIMEOUT_S: Final = 120.0
+CONTEXT_TOKENS: Final = 12_288
+"""Three documents, their summaries, the pinned prompts and a reserve for speech: memory is not what is compared."""
 """The first start converts the model, which takes seconds."""
 
 TOKEN: Final = "fairhearth-demo-token-0123456789"
@@ -50,6 +52,7 @@ class EngineProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         command: list[str | Path] = [ENGINE_COMMAND, "serve", "--host", LOOPBACK, "--port", str(self.port)]
         command += ["--state-dir", self.folder / "state", "--policy", policy]
+        command += ["--context-tokens", str(CONTEXT_TOKENS)]
         if event_log is not None:
             _remove(event_log)
             command += ["--event-log", event_log]

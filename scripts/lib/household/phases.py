@@ -18,8 +18,8 @@ from household.stage import Stage
 from household.waiting import until
 
 NUM_IDLE_COMMANDS: Final = 12
-NUM_COMMANDS: Final = 18
-LONGEST_PACE_S: Final = 2.0
+NUM_COMMANDS: Final = 14
+LONGEST_PACE_S: Final = 5.0
 SHORTEST_PACE_S: Final = 0.3
 
 _SENSOR_TIMEOUT_S: Final = 10.0
@@ -61,7 +61,7 @@ async def pace(stage: Stage) -> float:
     first_s = float(answer["fairhearth"]["time_to_first_token_s"])
     prefill_s = first_s / int(answer["usage"]["prompt_tokens"])
     decode_s = (elapsed_s - first_s) / (int(answer["usage"]["completion_tokens"]) - 1)
-    work_s = 3 * 1500 * prefill_s + 150 * 1.5 * decode_s
+    work_s = 3 * 2000 * prefill_s + 256 * 1.5 * decode_s
     return max(SHORTEST_PACE_S, min(LONGEST_PACE_S, round(work_s / NUM_COMMANDS, 1)))
 
 

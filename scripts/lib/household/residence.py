@@ -40,7 +40,7 @@ CONTROL_PROMPT: Final = _examples()
 
 VOICE_TOKENS: Final = 16
 CHAT_TOKENS: Final = 160
-SUMMARY_TOKENS: Final = 150
+SUMMARY_TOKENS: Final = 256
 
 SUMMARIES_AT: Final = "input_datetime.nightly_summaries"
 HELPERS: Final[dict[str, dict[str, Any]]] = {
