@@ -132,14 +132,15 @@ def _chunk_budget(state: State, decoding: list[_Ranked], prefilling: list[_Ranke
         return policy.max_chunk_tokens
     if not state.estimator.has_learned:
         return policy.min_chunk_tokens
-    context = prefilling[0].record.stored
-    chunk = _largest_chunk(state, decoding, context, slack)
-    if chunk >= policy.min_chunk_tokens:
+    first = prefilling[0].record
+    chunk = _largest_chunk(state, decoding, first.stored, slack)
+    if chunk >= min(policy.efficient_chunk_tokens, first.remaining):
         return chunk
-    # Decoding alone runs ahead of the readers and earns slack for a chunk worth its overhead; unless
-    # the prompt has waited long enough, or decoding alone cannot keep the target anyway.
-    is_owed = now - prefilling[0].record.last_served_at > policy.max_pause_s
-    return policy.min_chunk_tokens if is_owed or not _gains_slack(state, decoding) else 0
+    # Decoding alone runs ahead of the readers and earns slack for a chunk worth its overhead (a pass over
+    # the weights and the cache); unless the prompt has waited long enough, or decoding alone cannot keep
+    # the target anyway.
+    is_owed = now - first.last_served_at > policy.max_pause_s
+    return max(chunk, policy.min_chunk_tokens) if is_owed or not _gains_slack(state, decoding) else 0
 
 
 def _largest_chunk(state: State, decoding: list[_Ranked], context: int, slack: float) -> int:

@@ -179,7 +179,8 @@ class Policy:
     max_prefilling: int = 1
     max_prefilling_spoken: int = 2
     max_chunk_tokens: int = 512
-    min_chunk_tokens: int = 32
+    min_chunk_tokens: int = 64
+    efficient_chunk_tokens: int = 128  #: below this a chunk waits for slack, unless the rest is shorter
     sprint: bool = True  #: no other prefill while a spoken answer is under way
     max_pause_s: float = 2.0
     abort_patience_s: float = 0.1  #: speech waits for an iteration that is expected to end this soon
@@ -212,6 +213,8 @@ class Policy:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, not {getattr(self, name)}")
+        if self.efficient_chunk_tokens < 1:
+            raise ValueError(f"efficient_chunk_tokens must be > 0, not {self.efficient_chunk_tokens}")
         if self.max_chunk_tokens < self.min_chunk_tokens:
             raise ValueError(
                 f"max_chunk_tokens ({self.max_chunk_tokens}) must be >= "

@@ -324,7 +324,8 @@ class Scheduler:
         if flight.composed.predicted_s is None:
             return False
         left_s = flight.started_at + flight.composed.predicted_s - now
-        return 0 <= left_s <= self.state.policy.abort_patience_s
+        error_s = flight.composed.predicted_s * self.state.estimator.relative_error
+        return left_s >= 0 and left_s + error_s <= self.state.policy.abort_patience_s
 
     # ---- leaving
 

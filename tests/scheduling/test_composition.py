@@ -77,9 +77,9 @@ def test_voice_stops_a_chunk_that_is_under_way() -> None:
 
 def test_voice_waits_for_a_chunk_that_is_nearly_done() -> None:
     home = Household(residents=(ALICE, BOB), cost=lambda chunk, decodes: 0.001 * chunk + 0.02 * decodes)
-    for _ in range(4):
-        home.ask("bob", "chat", 300, 20)
-    home.run_dry()
+    for i in range(60):
+        home.ask("bob", "chat", 100 + 30 * i, 20)
+        home.run_dry()
     home.ask("bob", "background", 3000, 50)
     home.run_until(home.now + 2.0)
     home.now = home.flying_until - 0.02

@@ -12,9 +12,9 @@ from household.process import Process, ProcessDied
 from household.waiting import until
 
 START_TIMEOUT_S: Final = 120.0
-CONTEXT_TOKENS: Final = 12_288
-"""Three documents, their summaries, the pinned prompts and a reserve for speech: memory is not what is compared."""
 """The first start converts the model, which takes seconds."""
+CONTEXT_TOKENS: Final = 12_288
+"""Three documents, their summaries, pinned prompts, a reserve for speech: not memory is what is compared."""
 
 TOKEN: Final = "fairhearth-demo-token-0123456789"
 
