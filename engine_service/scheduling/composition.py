@@ -48,7 +48,7 @@ def compose(state: State, *, now: float) -> Composition:
         decoding = _ranked(state, [r.record for r in decoding], now=now)
         decoding = _beside_speech(state, decoding, prefilling, now=now)
     budget = _chunk_budget(state, decoding, prefilling, now=now)
-    prefills = _fill(state, prefilling, budget)
+    prefills = _fill(state, prefilling, budget, num_decodes=len(decoding))
     decodes = tuple(r.record for r in decoding)
     shape = _shape(state, decodes, prefills)
     return Composition(
@@ -163,11 +163,16 @@ def _gains_slack(state: State, decoding: list[_Ranked]) -> bool:
     return alone is not None and bool(targets) and alone < 0.8 * min(targets)
 
 
-def _fill(state: State, prefilling: list[_Ranked], budget: int) -> list[PrefillChunk]:
-    """Cut chunks off the prompts in order; all but max_prefilling must be finished by theirs."""
+def _fill(state: State, prefilling: list[_Ranked], budget: int, *, num_decodes: int) -> list[PrefillChunk]:
+    """Cut chunks off the prompts in order; all but max_prefilling must be finished by theirs.
+
+    A cut chunk is cut where the iteration fills whole passes of the backend: a few rows more would cost
+    another pass over the weights and the cache.
+    """
     granularity = state.known_capacity.chunk_granularity
     chunks: list[PrefillChunk] = []
     num_partial = 0
+    rows = num_decodes
     for r in prefilling:
         # A short urgent prompt is not made longer by filling its iteration with a less urgent one.
         if chunks and r.urgency != prefilling[0].urgency:
@@ -178,6 +183,9 @@ def _fill(state: State, prefilling: list[_Ranked], budget: int) -> list[PrefillC
         size = min(wanted, budget)
         if size < wanted:
             size -= size % granularity
+            overhang = (rows + size) % state.known_capacity.row_multiple
+            if overhang < size:
+                size -= overhang
             if num_partial >= most_partial:
                 continue
         if size <= 0 or (chunks and not is_spoken and not state.known_capacity.mixes_prefill_and_decode):
@@ -185,6 +193,7 @@ def _fill(state: State, prefilling: list[_Ranked], budget: int) -> list[PrefillC
         chunks.append(PrefillChunk(request_id=r.record.request_id, num_tokens=size))
         num_partial += size < wanted
         budget -= size
+        rows += size
     return chunks
 
 

@@ -231,13 +231,20 @@ class Capacity:
     max_sequences: int  #: requests that may hold pages at once
     max_context_tokens: int  #: prompt plus output of one request
     chunk_granularity: int = 1  #: prefill chunks are multiples of this (except the last)
+    row_multiple: int = 1  #: rows (decodes and chunk tokens) that fill whole passes; the rest costs one more
     can_release: bool = True  #: a running request can be put back and resumed exactly
     can_abort: bool = False  #: an iteration under way can be stopped
     mixes_prefill_and_decode: bool = True  #: several prompts and decodes share one forward pass
 
     def __post_init__(self) -> None:
         """Refuse a capacity nobody could be served with."""
-        for name in ("page_tokens", "max_sequences", "max_context_tokens", "chunk_granularity"):
+        for name in (
+            "page_tokens",
+            "max_sequences",
+            "max_context_tokens",
+            "chunk_granularity",
+            "row_multiple",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, not {getattr(self, name)}")
         if self.num_pages < 0:

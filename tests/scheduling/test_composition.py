@@ -143,3 +143,20 @@ def test_lower_decodes_are_paused_for_speech_only_for_a_bounded_time() -> None:
         if request_id != voice:
             pauses = [b - a for a, b in itertools.pairwise(sequence.tokens_at)]
             assert max(pauses) < Policy().max_pause_s + 1.0
+
+
+def test_a_cut_prompt_fills_whole_passes_of_the_backend() -> None:
+    capacity = dataclasses.replace(CAPACITY, row_multiple=64)
+    home = Household(residents=(ALICE, BOB), capacity=capacity)
+    for _ in range(3):
+        home.ask("bob", "background", 60, 400)
+    home.run_until(home.now + 0.2)
+    document = home.ask("alice", "background", 2000, 20)
+    home.run_dry()
+    cut = [
+        len(compose.decode_ids) + sum(c.num_tokens for c in compose.prefills)
+        for compose in composed(home)
+        if any(c.request_id == document for c in compose.prefills)
+    ]
+    assert len(cut) >= 4
+    assert all(rows % 64 == 0 for rows in cut[:-1]), "only the prompt's last piece may be odd"

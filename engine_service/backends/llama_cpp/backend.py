@@ -51,6 +51,7 @@ class LlamaCppBackend(SequenceHolder):
         _check_counts(context_tokens=context_tokens, max_sequences=max_sequences, threads=threads)
         num_ids = min(_MAX_SEQUENCE_IDS, max(_MIN_SEQUENCE_IDS, 3 * max_sequences))
         self._model = model
+        self._micro_batch = micro_batch
         self._context = Context(
             model, num_cells=context_tokens, num_sequences=num_ids, micro_batch=micro_batch, threads=threads
         )
@@ -80,6 +81,7 @@ class LlamaCppBackend(SequenceHolder):
             page_tokens=PAGE_TOKENS,
             max_sequences=max_sequences,
             max_context_tokens=min(num_cells, trained) if trained > 0 else num_cells,
+            row_multiple=self._micro_batch,
             can_abort=True,
         )
 
