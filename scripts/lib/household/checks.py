@@ -190,6 +190,7 @@ def figures(evidence: Evidence) -> dict[str, Any]:
             "tokens": measure.total_tokens(phase.facts),
             "evening_s": phase.evening_s,
             "engine_cores": phase.cores,
+            "stalled_s": phase.stalled_s,
         }
     return {
         "phases": phases,

@@ -15,6 +15,7 @@ from household.engine import EngineProcess
 from household.places import read_cpu_seconds
 from household.residence import RESIDENTS, ROOMS, Household
 from household.stage import Stage
+from household.stalls import StallWatch
 from household.waiting import until
 
 NUM_IDLE_COMMANDS: Final = 12
@@ -40,6 +41,7 @@ class Phase:
     policy_met: str = "unknown"  #: as Home Assistant shows it
     evening_s: float = 0.0
     cores: float = 0.0  #: processor time the engine got during the evening, per second
+    stalled_s: float = 0.0  #: time in which the machine itself stood still, idle commands included
 
 
 async def pace(stage: Stage) -> float:
@@ -87,15 +89,17 @@ async def run_phase(
 ) -> Phase:
     """Measure the policy the engine runs under; on_answer is told every answer as it comes."""
     home = stage.household
-    await run_idle_commands(home)
-    started, cpu = time.monotonic(), _cpu_seconds(stage.engine)
-    evening = await workload.run_evening(home, plan, on_answer=on_answer)
-    evening_s = time.monotonic() - started
+    with StallWatch() as watch:
+        await run_idle_commands(home)
+        started, cpu = time.monotonic(), _cpu_seconds(stage.engine)
+        evening = await workload.run_evening(home, plan, on_answer=on_answer)
+        evening_s, cpu = time.monotonic() - started, _cpu_seconds(stage.engine) - cpu
     phase = Phase(
         policy=policy,
         evening=evening,
         evening_s=evening_s,
-        cores=(_cpu_seconds(stage.engine) - cpu) / evening_s,
+        cores=cpu / evening_s,
+        stalled_s=watch.stalled_s,
     )
     await _read_ledgers(stage, phase)
     return phase
