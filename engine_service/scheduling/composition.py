@@ -48,7 +48,7 @@ def compose(state: State, *, now: float) -> Composition:
         decoding = _ranked(state, [r.record for r in decoding], now=now)
         decoding = _beside_speech(state, decoding, prefilling, now=now)
     budget = _chunk_budget(state, decoding, prefilling, now=now)
-    prefills = _fill(state, prefilling, budget, num_decodes=len(decoding))
+    prefills = _fill(state, prefilling, budget)
     decodes = tuple(r.record for r in decoding)
     shape = _shape(state, decodes, prefills)
     return Composition(
@@ -163,7 +163,7 @@ def _gains_slack(state: State, decoding: list[_Ranked]) -> bool:
     return alone is not None and bool(targets) and alone < 0.8 * min(targets)
 
 
-def _fill(state: State, prefilling: list[_Ranked], budget: int, *, num_decodes: int) -> list[PrefillChunk]:
+def _fill(state: State, prefilling: list[_Ranked], budget: int) -> list[PrefillChunk]:
     """Cut chunks off the prompts in order; all but max_prefilling must be finished by theirs.
 
     A cut chunk is cut where the iteration fills whole passes of the backend: a few rows more would cost
@@ -172,7 +172,7 @@ def _fill(state: State, prefilling: list[_Ranked], budget: int, *, num_decodes: 
     granularity = state.known_capacity.chunk_granularity
     chunks: list[PrefillChunk] = []
     num_partial = 0
-    rows = num_decodes
+    rows = 0
     for r in prefilling:
         # A short urgent prompt is not made longer by filling its iteration with a less urgent one.
         if chunks and r.urgency != prefilling[0].urgency:

@@ -231,7 +231,7 @@ class Capacity:
     max_sequences: int  #: requests that may hold pages at once
     max_context_tokens: int  #: prompt plus output of one request
     chunk_granularity: int = 1  #: prefill chunks are multiples of this (except the last)
-    row_multiple: int = 1  #: rows (decodes and chunk tokens) that fill whole passes; the rest costs one more
+    row_multiple: int = 1  #: prompt tokens that fill whole passes; a few more would cost another
     can_release: bool = True  #: a running request can be put back and resumed exactly
     can_abort: bool = False  #: an iteration under way can be stopped
     mixes_prefill_and_decode: bool = True  #: several prompts and decodes share one forward pass

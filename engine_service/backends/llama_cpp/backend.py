@@ -168,9 +168,14 @@ class LlamaCppBackend(SequenceHolder):
         )
 
     def _compose(self, parts: list[Part]) -> None:
+        """Write the rows: prompts first, so that their whole micro-batches hold one sequence only.
+
+        A micro-batch that mixes sequences computes attention over the cells of all of them for every row:
+        61 prompt rows with 3 decodes beside 4,000 cells took 750 ms, 64 prompt rows and then 3 decodes 505.
+        """
         context = self._context
         context.begin()
-        for part in parts:
+        for part in sorted(parts, key=lambda part: part.num_tokens == 1):
             live = part.live
             start, wants_logits = live.num_stored, part.wants_logits
             if part.num_tokens == 1 and wants_logits:
