@@ -267,12 +267,11 @@ class Device:
     def _kept(self, flight: Flight) -> tuple[SequenceResult, ...]:
         """Return what an aborted iteration computed: whole grains of its rows, decodes first."""
         grain = self.profile.abort_grain_tokens
-        if not grain:
-            return ()
-        share = (flight.ends_at - flight.started_at) / flight.seconds if flight.seconds else 0.0
         total = len(flight.decodes) + sum(size for _, size, _ in flight.chunks)
-        left = int(min(share, 1.0) * total) // grain * grain
-        if left < len(flight.decodes):
+        elapsed, left = flight.ends_at - flight.started_at, 0
+        while grain and left + grain < total and self._seconds_of(flight, left + grain) <= elapsed:
+            left += grain
+        if not left or left < len(flight.decodes):
             return ()
         results = [self._decode(sequence) for sequence in flight.decodes]
         left -= len(flight.decodes)
@@ -282,6 +281,19 @@ class Device:
             if kept:
                 results.append(self._prefill(sequence, kept))
         return tuple(results)
+
+    def _seconds_of(self, flight: Flight, num_rows: int) -> float:
+        """Return how long the first rows of an iteration take."""
+        decodes = flight.decodes[:num_rows]
+        left, chunks = num_rows - len(decodes), []
+        for _, size, stored in flight.chunks:
+            chunks.append((min(size, left), stored))
+            left -= chunks[-1][0]
+        return self.profile.seconds(
+            chunks=[chunk for chunk in chunks if chunk[0]],
+            num_decodes=len(decodes),
+            decode_context_tokens=sum(sequence.stored for sequence in decodes),
+        )
 
     def _decode(self, sequence: Sequence) -> SequenceResult:
         sequence.stored += 1

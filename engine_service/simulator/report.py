@@ -110,8 +110,8 @@ def _cells(name: str, summary: str, runs: Sequence[RunSummary], *, is_wide: bool
             "again",
         )
         caption = (
-            "queue, first token, gap between tokens, end: 95 of 100 stay below; moved: preempted; again: tokens "
-            f"computed twice. More in a terminal of {_WIDE} columns, with --json and with --report."
+            "queue, first token, gap between tokens, end: 95 of 100 stay below; moved: preempted; again: "
+            f"tokens computed twice. More in a terminal of {_WIDE} columns, with --json and with --report."
         )
     table = _table(f"{name}: {summary}", *heads, caption=caption)
     for column in table.columns:

@@ -201,9 +201,8 @@ class Runner:
         results = self._device.finish()
         chunk = self._scheduler.state.policy.max_chunk_tokens
         self._meter.iteration_ended(flight, results, chunk_tokens=chunk, now=self._now)
-        event = IterationDone(
-            results=results, seconds=self._now - flight.started_at, aborted=flight.is_aborted
-        )
+        seconds = self._now - flight.started_at if flight.is_aborted else flight.seconds
+        event = IterationDone(results=results, seconds=seconds, aborted=flight.is_aborted)
         self._tell(event)
         for result in results:
             if result.finished:
