@@ -219,9 +219,8 @@ async def _go_on(stage: Stage, show: Show, plan: Sequence[workload.Arrival]) -> 
     address = f"{stage.home.url}{dashboard.PATH} ({ALICE.username} / {ALICE.password})"
     show.scene.hint = f"Home Assistant: {address}. Ctrl-C ends both."
     while True:
-        await workload.run_evening(stage.household, plan, on_answer=show.scene.say)
-        stage.check()
-        await run_idle_commands(stage.household)
+        await stage.while_both_live(workload.run_evening(stage.household, plan, on_answer=show.scene.say))
+        await stage.while_both_live(run_idle_commands(stage.household))
 
 
 def _conditions(phase: Phase) -> str:

@@ -90,9 +90,9 @@ async def run_phase(
     """Measure the policy the engine runs under; on_answer is told every answer as it comes."""
     home = stage.household
     with StallWatch() as watch:
-        await run_idle_commands(home)
+        await stage.while_both_live(run_idle_commands(home))
         started, cpu = time.monotonic(), _cpu_seconds(stage.engine)
-        evening = await workload.run_evening(home, plan, on_answer=on_answer)
+        evening = await stage.while_both_live(workload.run_evening(home, plan, on_answer=on_answer))
         evening_s, cpu = time.monotonic() - started, _cpu_seconds(stage.engine) - cpu
     phase = Phase(
         policy=policy,

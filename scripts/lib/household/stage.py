@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import shutil
+from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final, Self
+from typing import IO, Any, Final, Self, TypeVar
 
 import aiohttp
 
@@ -22,6 +23,9 @@ ENGINE_PORT: Final = 8321
 HOME_PORT: Final = 8123
 
 BACK_TIMEOUT_S: Final = 90.0
+_LOOK_EVERY_S: Final = 1.0
+
+T = TypeVar("T")
 
 
 class StageTaken(RuntimeError):
@@ -119,6 +123,19 @@ class Stage:
     def faults(self) -> list[str]:
         """Return the errors in the logs of both programs so far."""
         return [*logs.faults(self.home.log), *logs.faults(self.engine.log)]
+
+    async def while_both_live(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what work comes to; give it up and raise ProcessDied once one of the programs is gone."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                self.check()
+                await asyncio.wait({task}, timeout=_LOOK_EVERY_S)
+            self.check()  # what failed because a program was gone is told as that
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def check(self) -> None:
         """Raise ProcessDied if one of the programs ended by itself."""
