@@ -167,6 +167,7 @@ async def _run(parsed: argparse.Namespace, console: Console) -> int:
         await dashboard.create(stage.household)
         _welcome(stage, console, time.monotonic() - started)
         async with show.running():
+            show.scene.title = "finding out how fast this machine is"
             plan = plan_for(*await _tempo(stage, parsed.seconds))
             fifo, reconnect_s = await _measure_fifo(stage, show, plan)
             if not parsed.check:
