@@ -104,12 +104,13 @@ class Conversation:
         return tools.constraint_for(allowed, must_call=_must_call(request), answer=answer)
 
     def _bias(self, request: ChatRequest, offered: Sequence[Tool]) -> dict[int, float]:
-        """Return what helps an untrained model to call; nothing once it has a result to report."""
+        """Return what helps an untrained model to call, and to report once it has a result."""
         is_free = self._style(request, offered) is CallStyle.BARE and not _must_call(request)
-        if not is_free or request.messages[-1].role == "tool":
+        if not is_free:
             return {}
+        bias = -tools.REPORT_BIAS if request.messages[-1].role == "tool" else tools.CALL_BIAS
         spellings = ("{", '{"', '{"name')  # whichever of them the vocabulary has as one token
-        return {self._tokenizer.encode(spelling)[0]: tools.CALL_BIAS for spelling in spellings}
+        return {self._tokenizer.encode(spelling)[0]: bias for spelling in spellings}
 
     # --- messages in the template's terms ---
 
@@ -120,7 +121,8 @@ class Conversation:
         names = {call.call_id: call.name for message in messages for call in message.tool_calls}
         plain = [self._spelled_out(message, names) for message in messages]
         if offered:
-            plain = _with_system(plain, tools.describe(offered))
+            said = plain[0]["content"] if plain[0]["role"] == "system" else ""
+            plain = _with_system(plain, tools.describe(offered, said))
         if not self._template.takes_system:
             plain = _without_system(plain)
         return self._template.render([self._defused(message) for message in _merged(plain)])

@@ -10,6 +10,7 @@ whose name and arguments match a tool. Knows no template and no stream.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -32,14 +33,45 @@ the brace's probability is about 0.1 for commands and at most 0.004 for talk, an
 nats put the threshold between them.
 """
 
+REPORT_BIAS: Final = 6.0
+"""Taken from the logits of an opening brace once such a model has a result to report.
+
+It saw itself call a moment ago and would do so again, with the same arguments, as often as it is let.
+"""
+
 _DESCRIPTION_CHARACTERS: Final = 120
 _SHOWN_CHOICES: Final = 12
 _TEXT_RULE: Final = r"/\s*[^{\s](.|\n)*/"
 
 
-def describe(tools: Sequence[Tool]) -> str:
-    """Return what the system prompt says about the tools: one line each, then what a call looks like."""
-    return "\n".join([HEADING, *(_line(tool) for tool in tools), FORMAT, _example(tools)])
+def describe(tools: Sequence[Tool], said: str = "") -> str:
+    """Return what the system prompt says about the tools: one line each, then what a call looks like.
+
+    said is the system prompt's own text. Calls that the household wrote there as examples, a line each, are
+    shown last, with the line before, which they answer; a made-up one stands there only where there are none.
+    A small model does what it saw last: Home Assistant's tools begin with one that broadcasts a message, and
+    with an example of that one the embedded model broadcast whatever it was told.
+    """
+    examples = _own_examples(tools, said) or [_example(tools)]
+    return "\n".join([HEADING, *(_line(tool) for tool in tools), FORMAT, *examples])
+
+
+def _own_examples(tools: Sequence[Tool], said: str) -> list[str]:
+    """Return the lines of said that are calls of the tools, each after the line before it."""
+    names = {tool.name for tool in tools}
+    lines = said.splitlines()
+    pairs = itertools.pairwise(lines)
+    return [line for pair in pairs if _called_name(pair[1]) in names for line in pair]
+
+
+def _called_name(line: str) -> str | None:
+    """Return the name of the tool if the line is a call and nothing else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):  # the second: a caller's line may be nested without end
+        return None
+    is_call = isinstance(value, dict) and value.keys() == {"name", "arguments"}
+    return value["name"] if is_call and isinstance(value["name"], str) else None
 
 
 def _example(tools: Sequence[Tool]) -> str:

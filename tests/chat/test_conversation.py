@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_service.chat.conversation import Conversation
-from engine_service.chat.tools import CALL_BIAS
+from engine_service.chat.tools import CALL_BIAS, REPORT_BIAS
 from engine_service.errors import InvalidRequest
 from engine_service.protocol import parse_chat_request, parse_prefix_request
 from tests.chat.models import SMOLLM2, STRICT, WITH_TOOLS, ByteTokenizer, model
@@ -91,21 +91,21 @@ def test_only_models_trained_for_calls_call_without_a_grammar(
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "choice", "is_helped"),
+    ("template", "messages", "choice", "help"),
     [
-        (SMOLLM2, [USER], "auto", True),
-        (SMOLLM2, [USER], "required", False),
-        (SMOLLM2, [USER], "none", False),
-        (SMOLLM2, [USER, CALLED, RESULT], "auto", False),
-        (WITH_TOOLS, [USER], "auto", False),
+        (SMOLLM2, [USER], "auto", CALL_BIAS),
+        (SMOLLM2, [USER], "required", None),
+        (SMOLLM2, [USER], "none", None),
+        (SMOLLM2, [USER, CALLED, RESULT], "auto", -REPORT_BIAS),
+        (WITH_TOOLS, [USER], "auto", None),
     ],
 )
-def test_only_an_untrained_model_that_may_choose_is_helped_to_call(
-    template: str, messages: list[dict[str, Any]], choice: str, is_helped: bool
+def test_only_an_untrained_model_that_may_choose_is_helped_to_call_and_then_to_report(
+    template: str, messages: list[dict[str, Any]], choice: str, help: float | None
 ) -> None:
     request = parse_chat_request({"messages": messages, "tools": [TOOL], "tool_choice": choice})
     bias = Conversation(model(template), TOKENIZER).prepare(request).logit_bias
-    assert bias == ({ord("{"): CALL_BIAS} if is_helped else {})
+    assert bias == ({} if help is None else {ord("{"): help})
 
 
 @pytest.mark.parametrize("template", [SMOLLM2, WITH_TOOLS])

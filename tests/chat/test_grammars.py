@@ -164,6 +164,12 @@ def test_tools_are_described_in_one_short_line_each() -> None:
     )
 
 
+def test_a_households_own_examples_are_shown_last_instead_of_a_made_up_one() -> None:
+    example = '{"name": "HassTurnOn", "arguments": {"name": "Lamp"}}'
+    said = f'You serve.\nLamp on!\n{example}\nFly!\n{{"name": "Fly", "arguments": {{}}}}\n{{"name": 1}}'
+    assert tools.describe([TIME, TURN_ON], said).endswith(f"answer only with JSON:\nLamp on!\n{example}")
+
+
 @pytest.mark.parametrize(
     ("schema", "shown"),
     [

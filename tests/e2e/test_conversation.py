@@ -55,10 +55,6 @@ async def test_a_spoken_sentence_is_voice_of_whom_the_satellite_belongs_to(
     assert answered.first_word_s <= answered.answered_s
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="the 135M model's greedy call turns with the rounding of its iterations; find a wording anew",
-)
 async def test_a_tool_call_turns_on_an_input_boolean(stage: Stage, home: Household) -> None:
     lamp = "input_boolean.kitchen_lamp"
     agent = await residence.add_control_agent(home)
