@@ -140,8 +140,8 @@ class RunSummary:
     losses: int
     disconnects: int
 
-    groups: dict[str, GroupSummary]
-    cells: list[GroupSummary]  #: one per class and resident
-    phases: dict[str, PhaseSummary]
-    preempted: list[PreemptionSummary]
-    timeline: Timeline | None = field(default=None)
+    groups: dict[str, GroupSummary] = field(repr=False)
+    cells: list[GroupSummary] = field(repr=False)  #: one per class and resident
+    phases: dict[str, PhaseSummary] = field(repr=False)
+    preempted: list[PreemptionSummary] = field(repr=False)
+    timeline: Timeline | None = field(default=None, repr=False)
