@@ -36,8 +36,11 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
 
     def compile(self, constraint: Constraint) -> GrammarMatcher:
-        """Return a matcher at the beginning of an output; raise InvalidConstraint that says where and why."""
-        with self._lock:
+        """Return a matcher at the beginning of an output; raise InvalidConstraint that says where and why.
+
+        llguidance reads the model's vocabulary while it compiles: BackendError once the model is closed.
+        """
+        with self._lock, self._model.in_use():
             prototype = self._compiled.get(constraint)
             if prototype is None:
                 prototype = self._compile(constraint)

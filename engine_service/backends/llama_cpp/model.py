@@ -1,18 +1,21 @@
 """A loaded GGUF model: its vocabulary, tokenizer and metadata.
 
 Decides nothing about generation. Everything here may be used from any thread once the model is loaded: the
-vocabulary never changes.
+vocabulary never changes. It is read inside `Model.in_use`, which keeps it from being freed meanwhile:
+llama.cpp ends the whole process where a freed vocabulary is read.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from engine_service.backends.base import ModelError
+from engine_service.backends.base import BackendError, ModelError
 from engine_service.backends.llama_cpp.binding import Library
 
 _MAGIC: Final = b"GGUF"
@@ -27,6 +30,9 @@ class Model:
         check_is_gguf(path)
         self.library = library
         self.path = path
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._is_closed = False
         with library.fresh_log():
             handle = library.load_model(os.fsencode(path))
             if not handle:
@@ -54,7 +60,8 @@ class Model:
         """Return what the token shows; empty for control tokens."""
         known = self._bytes[token_id]
         if known is None:
-            known = self.library.piece(self.vocab, token_id, show_special=False)
+            with self.in_use():
+                known = self.library.piece(self.vocab, token_id, show_special=False)
             self._bytes[token_id] = known
         return known
 
@@ -62,11 +69,31 @@ class Model:
         """Return a token's text, control tokens included; empty for id -1."""
         if token_id < 0:
             return ""
-        return self.library.piece(self.vocab, token_id, show_special=True).decode("utf-8", "replace")
+        with self.in_use():
+            return self.library.piece(self.vocab, token_id, show_special=True).decode("utf-8", "replace")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the model from being freed while the block runs; raise BackendError once it is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise BackendError(f"the model {self.name} is closed")
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                self._free_if_unused()
 
     def close(self) -> None:
-        """Free the model; no context may use it any more."""
-        if self.handle:
+        """Free the model, at the latest when the last use of it ends; no context may use it any more."""
+        with self._lock:
+            self._is_closed = True
+            self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        if self._is_closed and not self._num_users and self.handle:
             self.library.free_model(self.handle)
             self.handle = 0
 
@@ -80,7 +107,8 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Return token ids; lone surrogates are encoded as U+FFFD."""
-        return self._model.library.tokenize(self._model.vocab, utf8(text), parse_special=parse_special)
+        with self._model.in_use():
+            return self._model.library.tokenize(self._model.vocab, utf8(text), parse_special=parse_special)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without control tokens; raise ValueError for ids that do not exist."""
