@@ -54,25 +54,17 @@ class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
         """Answer one task; with a structure the answer is data that fits it."""
         origin = async_origin_of_task(_caller.get(), self.coordinator.context_users)
         serializer = chat_log.llm_api.custom_serializer if chat_log.llm_api else None
-        finished = await self._async_answer(
+        text, finished = await self._async_answer(
             chat_log,
             self._attribute(origin),
             default_max_tokens=DEFAULT_TASK_MAX_TOKENS,
             json_schema_name=slugify(task.name),
             json_schema=schema_of(task.structure, serializer) if task.structure else None,
         )
-        text = _answer_text(chat_log)
         return ai_task.GenDataTaskResult(
             conversation_id=chat_log.conversation_id,
             data=_structured(text, task.structure, finished) if task.structure else text,
         )
-
-
-def _answer_text(chat_log: conversation.ChatLog) -> str:
-    last = chat_log.content[-1]
-    if not isinstance(last, conversation.AssistantContent) or not last.content:
-        raise HomeAssistantError(translation_domain=DOMAIN, translation_key="no_answer")
-    return last.content
 
 
 def _structured(text: str, structure: probatio.Schema, finished: Finished | None) -> JsonValueType:

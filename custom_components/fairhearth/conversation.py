@@ -9,7 +9,7 @@ from homeassistant.config_entries import ConfigSubentry
 from homeassistant.const import CONF_LLM_HASS_API, CONF_PROMPT, MATCH_ALL
 from homeassistant.core import Context, HomeAssistant, callback
 from homeassistant.exceptions import HomeAssistantError
-from homeassistant.helpers import llm
+from homeassistant.helpers import intent, llm
 from homeassistant.helpers.entity_platform import AddConfigEntryEntitiesCallback
 from homeassistant.helpers.start import async_at_started
 from homeassistant.util.ulid import ulid_now
@@ -19,6 +19,7 @@ from .const import DEFAULT_MAX_TOKENS, DOMAIN, LOGGER, SUBENTRY_CONVERSATION
 from .coordinator import FairhearthConfigEntry
 from .engine_client import EngineError
 from .entity import FairhearthLLMEntity
+from .errors import async_localized
 from .origin import async_origin_of_conversation
 
 PARALLEL_UPDATES = 0
@@ -118,6 +119,30 @@ class FairhearthAgent(
             )
         except conversation.ConverseError as err:
             return err.as_conversation_result()
+        try:
+            await self._async_answer_sentence(user_input, chat_log)
+        except HomeAssistantError as err:
+            chat_log.async_add_error(self.entity_id, err)
+            return await self._async_spoken_error(user_input, chat_log, err)
+        return conversation.async_get_result_from_chat_log(user_input, chat_log)
+
+    async def _async_answer_sentence(
+        self, user_input: conversation.ConversationInput, chat_log: conversation.ChatLog
+    ) -> None:
+        if not user_input.text.strip():
+            raise HomeAssistantError(translation_domain=DOMAIN, translation_key="nothing_said")
         origin = async_origin_of_conversation(self.hass, user_input, self.coordinator.context_users)
         await self._async_answer(chat_log, self._attribute(origin), default_max_tokens=DEFAULT_MAX_TOKENS)
-        return conversation.async_get_result_from_chat_log(user_input, chat_log)
+
+    async def _async_spoken_error(
+        self,
+        user_input: conversation.ConversationInput,
+        chat_log: conversation.ChatLog,
+        err: HomeAssistantError,
+    ) -> conversation.ConversationResult:
+        """Return an error as an answer in the speaker's language."""
+        response = intent.IntentResponse(language=user_input.language)
+        response.async_set_error(
+            intent.IntentResponseErrorCode.UNKNOWN, await async_localized(self.hass, err, user_input.language)
+        )
+        return conversation.ConversationResult(response=response, conversation_id=chat_log.conversation_id)

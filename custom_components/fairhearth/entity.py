@@ -141,10 +141,11 @@ class FairhearthLLMEntity(Entity):
         default_max_tokens: int,
         json_schema_name: str | None = None,
         json_schema: JsonObject | None = None,
-    ) -> Finished | None:
-        """Complete the chat log and return how the last answer ended; raise a translated error."""
+    ) -> tuple[str, Finished | None]:
+        """Complete the chat log; return the last answer and how it ended. Raises a translated error."""
         finished: list[Finished] = []
         for _ in range(MAX_TOOL_ITERATIONS):
+            num_before = len(chat_log.content)
             request = self._request(chat_log, attribution, default_max_tokens, json_schema_name, json_schema)
             try:
                 async with (
@@ -155,8 +156,10 @@ class FairhearthLLMEntity(Entity):
                         pass
             except EngineError as err:
                 raise as_home_assistant_error(err) from err
-            if not chat_log.unresponded_tool_results:
-                return finished[-1] if finished else None
+            last = finished[-1] if finished else None
+            is_empty = len(chat_log.content) == num_before
+            if is_empty or not chat_log.unresponded_tool_results:
+                return _text_of(chat_log.content[-1], last), last
         raise HomeAssistantError(
             translation_domain=DOMAIN,
             translation_key="too_many_tool_calls",
@@ -183,3 +186,15 @@ class FairhearthLLMEntity(Entity):
             json_schema_name=json_schema_name,
             json_schema=json_schema,
         )
+
+
+def _text_of(content: conversation.Content, finished: Finished | None) -> str:
+    """Return the text of an answer; raise a translated error where it holds none to speak or to use.
+
+    A call that is cut off is never sent, so what remains of it is an empty answer or only thoughts.
+    """
+    if isinstance(content, conversation.AssistantContent) and content.content:
+        return content.content
+    if finished is not None and finished.reason == "length":
+        raise HomeAssistantError(translation_domain=DOMAIN, translation_key="answer_cut_off")
+    raise HomeAssistantError(translation_domain=DOMAIN, translation_key="no_answer")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from homeassistant.core import HomeAssistant
 from homeassistant.exceptions import HomeAssistantError
+from homeassistant.helpers.translation import async_get_translations
 
 from .const import DOMAIN
 from .engine_client import (
@@ -63,6 +65,18 @@ def as_home_assistant_error(
         translation_key=translation_key(err),
         translation_placeholders={"message": err.message},
     )
+
+
+async def async_localized(hass: HomeAssistant, err: HomeAssistantError, language: str) -> str:
+    """Return what one of our errors says, in a language; another's error says what it always says.
+
+    Home Assistant words an error in English when it is raised, whoever is listening.
+    """
+    if err.translation_domain != DOMAIN or err.translation_key is None:
+        return str(err)
+    texts = await async_get_translations(hass, language, "exceptions", [DOMAIN])
+    text = texts.get(f"component.{DOMAIN}.exceptions.{err.translation_key}.message")
+    return str(err) if text is None else text.format(**(err.translation_placeholders or {}))
 
 
 class Refused(Exception):
