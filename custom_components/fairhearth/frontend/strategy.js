@@ -1,0 +1,107 @@
+/**
+ * The dashboard without YAML: what it holds follows from the entities that are there.
+ */
+
+import { householdOf } from "./household.js";
+import { pageLanguage, text } from "./texts.js";
+
+const RESIDENT_TILES = [
+  "sensor.tokens_served",
+  "sensor.tokens_left_today",
+  "sensor.queue_time_p95",
+  "sensor.time_to_first_token_p95",
+  "sensor.inter_token_latency_p95",
+  "sensor.preemptions",
+];
+const ENGINE_TILES = ["sensor.tokens_per_second", "sensor.kv_memory_used", "sensor.fairness_index", "sensor.tokens_served"];
+const CONTROL_DOMAINS = ["switch", "select", "number", "button"];
+
+/** Makes a dashboard of two views: the picture of now, and every resident's details. */
+export class FairhearthDashboardStrategy extends HTMLElement {
+  static async generate(config, hass) {
+    const say = (key) => text(hass.locale?.language ?? hass.language, key);
+    return {
+      title: say("dashboard_name"),
+      views: [
+        {
+          title: say("dashboard_name"),
+          path: "home",
+          icon: "mdi:scale-balance",
+          strategy: { ...config, type: "custom:fairhearth" },
+        },
+        {
+          title: say("details"),
+          path: "details",
+          icon: "mdi:account-details",
+          ...detailsView(config, hass),
+        },
+      ],
+    };
+  }
+}
+
+/** Makes the view of now; it can be one of several in somebody's own dashboard. */
+export class FairhearthViewStrategy extends HTMLElement {
+  static async generate(config, hass) {
+    const { type: _type, ...options } = config;
+    const card = (...parts) => ({ type: "custom:fairhearth-card", ...options, parts });
+    const sections = [[card("policy", "now")], [card("shares")], [card("waiting"), ...engineCards(config, hass)]];
+    if (hass.services.fairhearth?.list_jobs) sections[0].push(card("jobs"));
+    return {
+      type: "sections",
+      max_columns: 3,
+      sections: sections.map((cards) => ({ type: "grid", cards })),
+    };
+  }
+}
+
+function engineCards(config, hass) {
+  const household = householdOf(hass, config.device);
+  if (!household) return [];
+  const say = (key) => text(hass.locale?.language ?? hass.language, key);
+  const controls = Object.values(household.entities).filter((id) => CONTROL_DOMAINS.includes(id.split(".")[0]));
+  return [
+    ...titled(say("engine"), tiles(household.entities, ENGINE_TILES)),
+    ...titled(say("controls"), controls.sort().map((id) => tile(id, 12))),
+  ];
+}
+
+function detailsView(config, hass) {
+  const household = householdOf(hass, config.device);
+  const sections = (household?.residents ?? []).map(({ name, entities }) => {
+    const own = Object.values(entities).filter((id) => CONTROL_DOMAINS.includes(id.split(".")[0]));
+    const waits = ["sensor.queue_time_p95", "sensor.time_to_first_token_p95"].map((key) => entities[key]).filter(Boolean);
+    const graph = { type: "history-graph", hours_to_show: config.hours ?? 24, entities: waits };
+    return {
+      type: "grid",
+      cards: [...titled(name, [...tiles(entities, RESIDENT_TILES), ...own.sort().map((id) => tile(id, 6))]), graph],
+    };
+  });
+  return { type: "sections", max_columns: 3, sections };
+}
+
+function titled(heading, cards) {
+  return cards.length ? [{ type: "heading", heading }, ...cards] : [];
+}
+
+function tiles(entities, keys) {
+  return keys.filter((key) => entities[key]).map((key) => tile(entities[key], 6));
+}
+
+function tile(entity, columns) {
+  return { type: "tile", entity, name: { type: "entity" }, vertical: false, grid_options: { columns, rows: 1 } };
+}
+
+/** Return how the new-dashboard dialog shows the strategy; its texts are read when it is opened. */
+export function strategyEntry(strategyType) {
+  return {
+    type: "fairhearth",
+    strategyType,
+    get name() {
+      return text(pageLanguage(), "dashboard_name");
+    },
+    get description() {
+      return text(pageLanguage(), "dashboard_description");
+    },
+  };
+}
