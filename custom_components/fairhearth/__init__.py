@@ -13,6 +13,7 @@ from homeassistant.helpers.typing import ConfigType
 from .const import DOMAIN, LOGGER
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
 from .engine_client import EngineClient, EngineError
+from .frontend import async_setup_frontend
 from .residents import ResidentRegistrar, async_forget
 from .services import async_setup_services
 
@@ -24,6 +25,7 @@ CONFIG_SCHEMA = cv.config_entry_only_config_schema(DOMAIN)
 async def async_setup(hass: HomeAssistant, config: ConfigType) -> bool:
     """Register the actions, which stay even while no engine is set up."""
     async_setup_services(hass)
+    await async_setup_frontend(hass)
     return True
 
 
