@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,7 @@ from engine_service import __version__
 from engine_service.backends.base import Backend, BackendError, ModelError
 from engine_service.engine.loop import Engine
 from engine_service.errors import SettingsError
+from engine_service.identity.command import add_token_commands, run_pair, run_token
 from engine_service.logs import set_up_logging
 from engine_service.scheduling.baseline import FirstComeFirstServed
 from engine_service.scheduling.scheduler import Scheduler
@@ -64,8 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = load(parsed.config, _overrides(parsed))
         state = StateFolder(settings.paths.state_dir)
+        if parsed.command == "pair":
+            return run_pair(state.path)
         if parsed.command == "token":
-            return _show_token(settings, state)
+            return run_token(parsed, state.path) if parsed.action else _show_token(settings, state)
         return _serve(settings, state)
     except SettingsError as error:
         return _fail(EXIT_SETTINGS, error.message)
@@ -90,18 +94,26 @@ def _parser() -> argparse.ArgumentParser:
         prog="fairhearth", description="Schedules one household accelerator fairly: voice first."
     )
     parser.add_argument("--version", action="version", version=f"fairhearth {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = _common()
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_serve(commands.add_parser("serve", parents=[common], help="load the model and serve"))
+    token = commands.add_parser("token", parents=[common], help="make, list, revoke tokens")
+    # Left out below the subcommand, an option must not undo what was given before it.
+    add_token_commands(token, _common(default=argparse.SUPPRESS))
+    commands.add_parser("pair", parents=[common], help="make a code that pairs a client with this engine")
+    add_commands(commands)
+    return parser
+
+
+def _common(default: str | None = None) -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False, argument_default=default)
     common.add_argument(
         "--config", type=Path, metavar="FILE", help=f"settings (default: ./{FILE_NAME} if there)"
     )
     common.add_argument(
-        "--state-dir", type=Path, metavar="DIR", help="where identity, token and residents are kept"
+        "--state-dir", type=Path, metavar="DIR", help="where identity, tokens and residents are kept"
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_serve(commands.add_parser("serve", parents=[common], help="load the model and serve"))
-    commands.add_parser("token", parents=[common], help="say where the bearer token is")
-    add_commands(commands)
-    return parser
+    return common
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
@@ -122,8 +134,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 
 def _overrides(parsed: argparse.Namespace) -> Overrides:
-    given = {key: value for key, value in vars(parsed).items() if key not in ("command", "config")}
-    return Overrides(**given)
+    known = {option.name for option in fields(Overrides)}
+    return Overrides(**{key: value for key, value in vars(parsed).items() if key in known})
 
 
 # --- fairhearth token ---
@@ -234,6 +246,8 @@ async def _run(
 ) -> None:
     stop = _stop_on_signals()
     service = build_service(engine, settings, state=state, tokens=tokens, kept=kept)
+    if not settings.server.tokens and not service.tokens.all():
+        _progress(f"pairing code: {service.pairing.open()} (ten minutes, one use; later: fairhearth pair)")
     server = settings.server
     async with serving(service, bound, max_body_bytes=server.max_body_bytes, drain_s=server.drain_s):
         print(f"READY {url_of(bound)}", flush=True)

@@ -44,6 +44,20 @@ class NotAllowed(EngineError):
     http_status = 403
 
 
+class PairingClosed(EngineError):
+    """No pairing code is open at the engine."""
+
+    code = "pairing_closed"
+    http_status = 403
+
+
+class WrongCode(EngineError):
+    """The caller's pairing code is not the one that is open."""
+
+    code = "wrong_code"
+    http_status = 403
+
+
 class UnknownResident(EngineError):
     """The named resident is not set up on this engine."""
 
@@ -55,6 +69,13 @@ class UnknownModel(EngineError):
     """The named model is not served here."""
 
     code = "unknown_model"
+    http_status = 404
+
+
+class UnknownJob(EngineError):
+    """There is no such job, or it is not the caller's."""
+
+    code = "unknown_job"
     http_status = 404
 
 
@@ -70,6 +91,13 @@ class MethodNotAllowed(EngineError):
 
     code = "method_not_allowed"
     http_status = 405
+
+
+class IdempotencyConflict(EngineError):
+    """The caller used the key for another request before."""
+
+    code = "idempotency_conflict"
+    http_status = 409
 
 
 class RequestTooLarge(EngineError):
@@ -118,6 +146,13 @@ class EngineStopping(EngineError):
     """The engine is shutting down or its model is not ready."""
 
     code = "engine_unavailable"
+    http_status = 503
+
+
+class StorageUnavailable(EngineError):
+    """The engine's disk does not take or give what must be kept."""
+
+    code = "storage_unavailable"
     http_status = 503
 
 

@@ -41,16 +41,27 @@ MAX_TOP_LOGPROBS: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """Who asks and how: the `fairhearth` object of a request."""
+    """Who is charged for a request, and how urgent it is."""
 
     resident_id: ResidentId = GUEST
     class_id: WorkloadClass = WorkloadClass.CHAT
     program_id: str | None = None
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The `fairhearth` object of a request: who and how, as far as the caller said; the token decides."""
+
+    resident_id: ResidentId | None = None
+    class_id: WorkloadClass | None = None
+    program_id: str | None = None
+
     def as_wire(self) -> dict[str, Any]:
         """Return the object as it is sent."""
-        who = {"resident": self.resident_id, "workload_class": self.class_id.value}
-        return who | _without_none({"program": self.program_id})
+        class_id = None if self.class_id is None else self.class_id.value
+        return _without_none(
+            {"resident": self.resident_id, "workload_class": class_id, "program": self.program_id}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +150,8 @@ class Options:
     stream: bool = False
     include_usage: bool = False
     num_logprobs: int | None = None
-    extension: Extension | None = None
-
-    @property
-    def caller(self) -> Extension:
-        """Return who asks, the guest chatting if nothing was said."""
-        return self.extension or Extension()
+    asked: Asked | None = None
+    user: str | None = None  #: OpenAI's name for who asks; settings may map it to a resident
 
     def as_wire(self) -> dict[str, Any]:
         """Return the fields as they are sent, those left at their default left out."""
@@ -154,7 +161,7 @@ class Options:
         sent["ignore_eos"] = self.ignore_eos or None
         sent["stream"] = self.stream or None
         sent["stream_options"] = {"include_usage": True} if self.include_usage else None
-        sent["fairhearth"] = self.extension.as_wire() if self.extension else None
+        sent["fairhearth"] = self.asked.as_wire() if self.asked else None
         return _without_none(sent)
 
 
@@ -245,6 +252,18 @@ class ResidentRequest:
             daily_is_hard=self.daily_is_hard,
             page_cap=self.page_cap,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRequest:
+    """POST /v1/pair."""
+
+    code: str = field(repr=False)
+    name: str
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        return {"code": self.code, "name": self.name}
 
 
 def _without_none(sent: Json) -> dict[str, Any]:
@@ -463,7 +482,7 @@ def _class(value: Any) -> WorkloadClass:
     return member(WorkloadClass)(value)  # type: ignore[no-any-return]
 
 
-_EXTENSION: Final = table(
+_ASKED: Final = table(
     {
         vol.Optional("resident"): _or_none(text(at_least=1, at_most=64)),
         vol.Optional("workload_class"): _or_none(_class),
@@ -472,11 +491,12 @@ _EXTENSION: Final = table(
 )
 
 
-def _extension(value: Any) -> Extension:
-    raw = _EXTENSION(value)
-    return Extension(
-        resident_id=ResidentId(raw.get("resident") or GUEST),
-        class_id=raw.get("workload_class") or WorkloadClass.CHAT,
+def _asked(value: Any) -> Asked:
+    raw = _ASKED(value)
+    resident = raw.get("resident")
+    return Asked(
+        resident_id=None if resident is None else ResidentId(resident),
+        class_id=raw.get("workload_class"),
         program_id=raw.get("program"),
     )
 
@@ -501,12 +521,12 @@ _OPTIONS: Final[Mapping[Any, Any]] = {
             {vol.Optional("include_usage"): _or_none(boolean), vol.Optional("include_obfuscation"): _unused}
         )
     ),
-    vol.Optional("fairhearth"): _or_none(_extension),
+    vol.Optional("fairhearth"): _or_none(_asked),
+    vol.Optional("user"): _or_none(text(at_most=512)),
     vol.Optional("n"): _exactly_one,
 }
 
 UNUSED: Final = (
-    "user",
     "metadata",
     "store",
     "service_tier",
@@ -588,6 +608,16 @@ _RESIDENT: Final = table(
     }
 )
 
+
+def _code(value: Any) -> str:
+    code: str = text()(value)
+    digits = code.replace(" ", "").replace("-", "")
+    if len(digits) != 6 or not (digits.isascii() and digits.isdigit()):
+        raise vol.Invalid("must be the six digits that the engine shows, like 123456")
+    return digits
+
+
+_PAIR: Final = table({vol.Required("code"): _code, vol.Required("name"): text(at_least=1, at_most=64)})
 
 # --- from bytes to messages ---
 
@@ -684,7 +714,7 @@ def _options(raw: Json, *, num_logprobs: int | None) -> Options:
         stream=bool(raw.get("stream")),
         include_usage=bool((raw.get("stream_options") or {}).get("include_usage")),
         num_logprobs=num_logprobs,
-        extension=raw.get("fairhearth"),
+        asked=raw.get("fairhearth"),
     )
 
 
@@ -699,6 +729,7 @@ _PLAIN_OPTIONS: Final = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    "user",
 )
 
 
@@ -706,6 +737,11 @@ def parse_prefix_request(value: Any) -> PrefixRequest:
     """Return the message of POST /v1/prefix; raise InvalidRequest naming the field."""
     raw = _checked(_PREFIX, value)
     return PrefixRequest(messages=tuple(raw["messages"]), tools=raw.get("tools") or ())
+
+
+def parse_pair_request(value: Any) -> PairRequest:
+    """Return the message of POST /v1/pair; raise InvalidRequest naming the field."""
+    return PairRequest(**_checked(_PAIR, value))
 
 
 def parse_resident_request(value: Any) -> ResidentRequest:

@@ -61,6 +61,7 @@ class Scope(StrEnum):
     GENERATE = "generate"
     RESIDENTS = "residents"
     METRICS = "metrics"
+    POLICY = "policy"
     ADMIN = "admin"  #: implies all
 
 
@@ -92,6 +93,8 @@ class TokenSetting:
     name: str
     token: str = field(repr=False)
     scopes: frozenset[Scope]
+    resident_id: ResidentId | None = None  #: the one it acts for; None: everybody
+    most_urgent: WorkloadClass | None = None  #: None: any class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,8 @@ class ServerSettings:
     name: str = "Fairhearth"
     tokens: tuple[TokenSetting, ...] = ()  #: none: one is made on the first start and kept
     allow_loopback_without_token: bool = False
+    users: Mapping[str, ResidentId] = field(default_factory=dict)  #: OpenAI's `user` to the resident it is
+    announce: bool | None = None  #: None: where others can reach it
     max_body_bytes: int = 4 * 2**20
     drain_s: float = 5.0
 
@@ -201,6 +206,19 @@ def _token(value: Any) -> str:
     return token
 
 
+def _resident_id(value: Any) -> ResidentId:
+    try:
+        return parse_resident_id(text()(value))
+    except InvalidRequest as error:
+        raise vol.Invalid(error.message) from None
+
+
+def _users(value: Any) -> dict[str, ResidentId]:
+    if not isinstance(value, dict):
+        raise vol.Invalid(f'must be a table like {{"alice@example.org" = "alice"}}, not {shown(value)}')
+    return {key: _resident_id(entry) for key, entry in value.items()}
+
+
 def _zone(value: Any) -> ZoneInfo:
     try:
         return ZoneInfo(text(at_least=1)(value))
@@ -266,11 +284,15 @@ _FILE: Final = table(
                             vol.Required("name"): text(at_least=1, at_most=64),
                             vol.Required("token"): _token,
                             vol.Required("scopes"): _SCOPES,
+                            vol.Optional("resident"): _resident_id,
+                            vol.Optional("most_urgent"): member(WorkloadClass),
                         },
                         what="key",
                     )
                 ),
                 vol.Optional("allow_loopback_without_token"): boolean,
+                vol.Optional("users"): _users,
+                vol.Optional("announce"): boolean,
                 vol.Optional("max_body_bytes"): whole_number(1024, 2**30),
                 vol.Optional("drain_s"): number(0, 3600),
             },
@@ -386,7 +408,13 @@ def _located(path: str, base: Path) -> Path:
 def _server(raw: Mapping[str, Any]) -> ServerSettings:
     given = dict(raw)
     tokens = [
-        TokenSetting(name=entry["name"], token=entry["token"], scopes=frozenset(entry["scopes"]))
+        TokenSetting(
+            name=entry["name"],
+            token=entry["token"],
+            scopes=frozenset(entry["scopes"]),
+            resident_id=entry.get("resident"),
+            most_urgent=entry.get("most_urgent"),
+        )
         for entry in given.pop("tokens", [])
     ]
     if single := given.pop("token", None):

@@ -2,6 +2,8 @@
 
     engine_id        who this engine is, for clients that remember it
     token            the bearer token made on the first start (mode 0600)
+    tokens.json      hashes of the tokens made later (engine_service/identity)
+    pairing.json     the pairing code that is open (engine_service/identity)
     residents.json   residents set through the API, in the wire's own form
 
 Decides nothing. Every file is replaced as a whole, so that a power cut leaves the old one or the new one.
@@ -10,11 +12,12 @@ Decides nothing. Every file is replaced as a whole, so that a power cut leaves t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from engine_service.errors import InvalidRequest, SettingsError
@@ -66,7 +69,7 @@ class StateFolder:
     def keep_residents(self, residents: Iterable[NamedResident]) -> None:
         """Write the residents set through the API; raise OSError if the disk does not take them."""
         kept = {entry.resident_id: as_request(entry).as_wire() for entry in residents}
-        _replace(self._residents_path, json.dumps(kept, ensure_ascii=False, indent=2) + "\n")
+        replace_file(self._residents_path, json.dumps(kept, ensure_ascii=False, indent=2) + "\n")
 
     def _kept(self, path: Path, fresh: str) -> tuple[str, bool]:
         """Return the file's content, or fresh after writing it, and whether it is fresh."""
@@ -74,10 +77,10 @@ class StateFolder:
             kept = path.read_text(encoding="ascii").strip()
             if kept:
                 return kept, False
-            _replace(path, fresh + "\n")
+            replace_file(path, fresh + "\n")
         except FileNotFoundError:
             try:
-                _replace(path, fresh + "\n")
+                replace_file(path, fresh + "\n")
             except OSError as error:
                 raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
         except UnicodeDecodeError:
@@ -99,7 +102,7 @@ def as_request(entry: NamedResident) -> ResidentRequest:
     )
 
 
-def _replace(path: Path, content: str) -> None:
+def replace_file(path: Path, content: str) -> None:
     """Write a file that only its owner can read, all of it or nothing."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
@@ -112,3 +115,14 @@ def _replace(path: Path, content: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file at path, against other processes too; raise OSError if it cannot be made."""
+    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -19,7 +19,7 @@ from engine_service.errors import (
     NotFound,
     RequestTooLarge,
 )
-from engine_service.server.handlers import about, fairness, generate, residents
+from engine_service.server.handlers import about, fairness, generate, pair, residents
 from engine_service.server.replies import error_body
 from engine_service.server.service import CALLER, SERVICE, Service, respond
 from engine_service.settings import Scope
@@ -28,9 +28,10 @@ _LOGGER = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OPEN: Final[tuple[tuple[str, Handler], ...]] = (
-    ("/health", about.health),
-    ("/ready", about.ready),
+_OPEN: Final[tuple[tuple[str, str, Handler], ...]] = (
+    ("GET", "/health", about.health),
+    ("GET", "/ready", about.ready),
+    ("POST", "/v1/pair", pair.pair),
 )
 _GUARDED: Final[tuple[tuple[str, str, Handler, Scope | None], ...]] = (
     ("GET", "/v1/engine", about.engine, None),
@@ -51,8 +52,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> web.Application:
     """Return the application that serves this engine."""
     app = web.Application(middlewares=[_errors_as_messages], client_max_size=max_body_bytes)
     app[SERVICE] = service
-    for path, handler in _OPEN:
-        app.router.add_get(path, handler)
+    for method, path, handler in _OPEN:
+        app.router.add_route(method, path, handler)
     for method, path, handler, scope in _GUARDED:
         app.router.add_route(method, path, _guarded(handler, scope))
     return app

@@ -7,18 +7,18 @@ not lose its voice because something else behind the same address keeps trying; 
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from aiohttp import web
 
 from engine_service.errors import NotAllowed, NotAuthenticated, TooManyFailures
+from engine_service.identity.caller import Caller
+from engine_service.identity.tokens import TokenBook, digest_of
 from engine_service.settings import Scope, TokenSetting
 
 MAX_FAILURES: Final = 10
@@ -26,18 +26,6 @@ FAILURE_WINDOW_S: Final = 60.0
 _MAX_ADDRESSES: Final = 1024
 
 _FORWARDED: Final = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """A request that showed a known token."""
-
-    name: str
-    scopes: frozenset[Scope]
-
-    def may(self, scope: Scope) -> bool:
-        """Return whether the caller has the scope or all of them."""
-        return scope in self.scopes or Scope.ADMIN in self.scopes
 
 
 _LOOPBACK_CALLER: Final = Caller(name="loopback", scopes=frozenset({Scope.ADMIN}))
@@ -50,11 +38,13 @@ class Guard:
         self,
         tokens: Iterable[TokenSetting],
         *,
+        book: TokenBook | None = None,
         allow_loopback_without_token: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Know these tokens; clock gives monotonic seconds."""
-        self._tokens = [(_digest(t.token), Caller(name=t.name, scopes=t.scopes)) for t in tokens]
+        """Know these tokens and those of the book; clock gives monotonic seconds."""
+        self._tokens = [(digest_of(token.token), _caller(token)) for token in tokens]
+        self._book = book
         self._allow_loopback = allow_loopback_without_token
         self._failures = _Failures(clock)
 
@@ -65,6 +55,10 @@ class Guard:
             raise NotAllowed(f"the token {caller.name!r} lacks the scope {scope.value!r}")
         return caller
 
+    def note_failure(self, request: web.Request) -> None:
+        """Count a wrong guess against its address; raise TooManyFailures if there were too many."""
+        self._failures.add(request.remote or "")
+
     def _caller(self, request: web.Request) -> Caller:
         header = request.headers.get("Authorization")
         if header is None and self._allow_loopback and _is_local(request):
@@ -72,7 +66,7 @@ class Guard:
         scheme, _, token = (header or "").partition(" ")
         caller = self._known(token.strip()) if scheme.lower() == "bearer" else None
         if caller is None:
-            self._failures.add(request.remote or "")
+            self.note_failure(request)
             raise NotAuthenticated(
                 "no token: send Authorization: Bearer <token>"
                 if not header
@@ -81,16 +75,19 @@ class Guard:
         return caller
 
     def _known(self, token: str) -> Caller | None:
-        digest = _digest(token)
+        digest = digest_of(token)
         found = None
-        for known, caller in self._tokens:
+        made = [(entry.digest, entry.caller) for entry in self._book.all()] if self._book else []
+        for known, caller in (*self._tokens, *made):
             if hmac.compare_digest(digest, known):
                 found = caller
         return found
 
 
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+def _caller(token: TokenSetting) -> Caller:
+    return Caller(
+        name=token.name, scopes=token.scopes, resident_id=token.resident_id, most_urgent=token.most_urgent
+    )
 
 
 def _is_local(request: web.Request) -> bool:

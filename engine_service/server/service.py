@@ -13,8 +13,12 @@ from engine_service import __version__
 from engine_service.chat.conversation import Conversation
 from engine_service.engine.loop import Engine
 from engine_service.errors import InvalidRequest, RequestTooLarge
+from engine_service.identity.caller import Caller
+from engine_service.identity.pairing import PairingDesk
+from engine_service.identity.tokens import TokenBook
 from engine_service.protocol import SCHEMA_VERSION, parse_json
-from engine_service.server.auth import Caller, Guard
+from engine_service.scheduling.model import ResidentId
+from engine_service.server.auth import Guard
 from engine_service.server.meters import Meters
 from engine_service.server.residents import ResidentBook
 from engine_service.server.streaming import dumps
@@ -30,6 +34,9 @@ class Service:
     conversation: Conversation
     residents: ResidentBook
     guard: Guard
+    tokens: TokenBook
+    pairing: PairingDesk
+    users: Mapping[str, ResidentId]  #: OpenAI's `user` to the resident it is
     meters: Meters
     engine_id: str
     name: str

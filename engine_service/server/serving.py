@@ -17,6 +17,8 @@ from aiohttp import web
 
 from engine_service.chat.conversation import Conversation
 from engine_service.engine.loop import Engine
+from engine_service.identity.pairing import PairingDesk
+from engine_service.identity.tokens import TokenBook
 from engine_service.server.app import build_app
 from engine_service.server.auth import Guard
 from engine_service.server.meters import Meters
@@ -57,12 +59,23 @@ def build_service(
     tokens: tuple[TokenSetting, ...],
     kept: tuple[NamedResident, ...] = (),
 ) -> Service:
-    """Return what the handlers need; raise ModelError for a model whose chat template cannot be read."""
+    """Return what the handlers need.
+
+    Raises ModelError for a model whose chat template cannot be read, SettingsError for damaged tokens.
+    """
+    book = TokenBook(state.path)
     return Service(
         engine=engine,
         conversation=Conversation(engine.info, engine.tokenizer),
         residents=ResidentBook(engine, settings.residents, state, kept),
-        guard=Guard(tokens, allow_loopback_without_token=settings.server.allow_loopback_without_token),
+        guard=Guard(
+            tokens,
+            book=book,
+            allow_loopback_without_token=settings.server.allow_loopback_without_token,
+        ),
+        tokens=book,
+        pairing=PairingDesk(state.path),
+        users=settings.server.users,
         meters=Meters(engine.snapshot),
         engine_id=state.engine_id(),
         name=settings.server.name,

@@ -115,7 +115,7 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
         ("[[server.tokens]]\nname = 'x'", "server.tokens[0].scopes is missing"),
         (
             f"[[server.tokens]]\nname = 'x'\ntoken = '{TOKEN}'\nscopes = ['all']",
-            "server.tokens[0].scopes[0] must be one of generate, residents, metrics, admin, not 'all'",
+            "server.tokens[0].scopes[0] must be one of generate, residents, metrics, policy, admin, not 'all'",
         ),
         ("[model]\nbackend = 'cuda'", "model.backend must be one of llama_cpp, simulated, not 'cuda'"),
         ("[model]\nthreads = 0", "model.threads must be a whole number from 1"),

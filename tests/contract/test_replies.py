@@ -139,10 +139,14 @@ def test_error_codes_are_stable_and_told_apart() -> None:
         "invalid_request": 400,
         "not_authenticated": 401,
         "not_allowed": 403,
+        "pairing_closed": 403,
+        "wrong_code": 403,
         "unknown_resident": 404,
         "unknown_model": 404,
+        "unknown_job": 404,
         "not_found": 404,
         "method_not_allowed": 405,
+        "idempotency_conflict": 409,
         "request_too_large": 413,
         "prompt_too_long": 413,
         "quota_exhausted": 429,
@@ -150,7 +154,8 @@ def test_error_codes_are_stable_and_told_apart() -> None:
         "too_many_failures": 429,
         "queue_full": 503,
         "engine_unavailable": 503,
+        "storage_unavailable": 503,
         "generation_failed": 500,
         "bad_settings": 500,
     }
-    assert len(_all_errors()) == 17
+    assert len(_all_errors()) == 22

@@ -11,6 +11,7 @@ import pytest
 
 from engine_service import protocol
 from engine_service.errors import InvalidRequest
+from engine_service.identity.caller import Caller
 from engine_service.scheduling.model import WorkloadClass
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -19,6 +20,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "completion_request": protocol.parse_completion_request,
     "prefix_request": protocol.parse_prefix_request,
     "resident_request": protocol.parse_resident_request,
+    "pair_request": protocol.parse_pair_request,
 }
 REQUESTS = [(kind, path) for kind in PARSERS for path in sorted(GOLDEN.glob(f"{kind}*.json"))]
 
@@ -169,7 +171,9 @@ def test_null_means_not_said() -> None:
 
 
 def test_who_asks_is_the_chatting_guest_unless_said() -> None:
-    caller = protocol.parse_chat_request(HELLO).options.caller
+    options = protocol.parse_chat_request(HELLO).options
+    assert options.asked is None
+    caller = Caller(name="any", scopes=frozenset()).attribute(options.asked)
     assert (caller.resident_id, caller.class_id, caller.program_id) == ("guest", WorkloadClass.CHAT, None)
 
 

@@ -30,7 +30,7 @@ from engine_service.protocol import (
 )
 from engine_service.server.meters import Meters
 from engine_service.server.replies import ChatReply, Head, Reply, TextReply, error_body
-from engine_service.server.service import SERVICE, Service, read_json, respond
+from engine_service.server.service import CALLER, SERVICE, Service, read_json, respond
 from engine_service.server.streaming import DONE, EventStream, ReaderGone
 
 _LOGGER = logging.getLogger(__name__)
@@ -46,20 +46,21 @@ async def chat(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     message = parse_chat_request(await read_json(request))
     options = message.options
-    _check(service, options)
+    caller = _attributed(request, options)
+    _check(service, options, caller)
     prepared: Prepared = await _off_loop(
         _length(message.messages), lambda: service.conversation.prepare(message)
     )
     bias = {**prepared.logit_bias, **options.logit_bias}
     order = replace(
-        _order(replace(options, logit_bias=bias), prepared.prompt_ids), constraint=prepared.constraint
+        _order(replace(options, logit_bias=bias), caller, prepared.prompt_ids), constraint=prepared.constraint
     )
 
     def reply(head: Head) -> Reply:
         return ChatReply(head, prepared.parser, include_usage=options.include_usage)
 
     constrained_by = "tools" if message.tools else "response_format"
-    return await _answer(request, order, options, reply, params={"response_format": constrained_by})
+    return await _answer(request, order, options, caller, reply, params={"response_format": constrained_by})
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
@@ -67,19 +68,20 @@ async def complete(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     message = parse_completion_request(await read_json(request))
     options = message.options
-    _check(service, options)
+    caller = _attributed(request, options)
+    _check(service, options, caller)
     if isinstance(message.prompt, str):
         text = message.prompt
         prompt_ids = await _off_loop(len(text), lambda: service.conversation.text_ids(text))
     else:
         prompt_ids = message.prompt
         _check_token_ids(service, prompt_ids, "prompt")
-    order = _order(options, prompt_ids)
+    order = _order(options, caller, prompt_ids)
 
     def reply(head: Head) -> Reply:
         return TextReply(head, include_usage=options.include_usage)
 
-    return await _answer(request, order, options, reply, params={"messages": "prompt"})
+    return await _answer(request, order, options, caller, reply, params={"messages": "prompt"})
 
 
 async def prefix(request: web.Request) -> web.StreamResponse:
@@ -98,12 +100,18 @@ async def prefix(request: web.Request) -> web.StreamResponse:
 # --- from a request to an order ---
 
 
-def _check(service: Service, options: Options) -> None:
+def _attributed(request: web.Request, options: Options) -> Extension:
+    """Return who is charged and how urgent it is: token first, then request, then settings."""
+    mapped = request.app[SERVICE].users.get(options.user or "")
+    return request[CALLER].attribute(options.asked, resident_id=mapped)
+
+
+def _check(service: Service, options: Options, caller: Extension) -> None:
     """Refuse what only this engine can know to be wrong, before any work is done."""
     served = service.engine.info.name
     if options.model and options.model != served:
         raise UnknownModel(f"the model {options.model!r} is not served here; {served!r} is", param="model")
-    service.residents.check(options.caller.resident_id, param="fairhearth.resident")
+    service.residents.check(caller.resident_id, param="fairhearth.resident")
     _check_token_ids(service, tuple(options.logit_bias), "logit_bias")
 
 
@@ -115,15 +123,15 @@ def _check_token_ids(service: Service, token_ids: tuple[int, ...], param: str) -
         )
 
 
-def _order(options: Options, prompt_ids: tuple[int, ...]) -> Order:
+def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...]) -> Order:
     return Order(
-        resident_id=options.caller.resident_id,
-        class_id=options.caller.class_id,
+        resident_id=caller.resident_id,
+        class_id=caller.class_id,
         prompt_ids=prompt_ids,
         max_tokens=options.max_tokens,
         sampling=sampling_for(options),
         stop=options.stop,
-        program_id=options.caller.program_id,
+        program_id=caller.program_id,
         ignore_eos=options.ignore_eos,
     )
 
@@ -144,6 +152,7 @@ async def _answer(
     request: web.Request,
     order: Order,
     options: Options,
+    caller: Extension,
     reply: Callable[[Head], Reply],
     *,
     params: dict[str, str],
@@ -153,16 +162,16 @@ async def _answer(
     try:
         session = await service.engine.submit(order)
     except EngineError as error:
-        service.meters.ended(options.caller, "refused")
+        service.meters.ended(caller, "refused")
         error.param = params.get(error.param or "", error.param)
         raise
-    run = _Run(session, options.caller, service.meters)
+    run = _Run(session, caller, service.meters)
     try:
         head = Head(
             request_id=session.request_id,
             created=int(time.time()),
             model=service.engine.info.name,
-            caller=options.caller,
+            caller=caller,
             prompt_tokens=len(order.prompt_ids),
         )
         if options.stream:
