@@ -17,13 +17,21 @@ from .frontend import async_setup_frontend
 from .residents import ResidentRegistrar, async_forget
 from .services import async_setup_services
 
-PLATFORMS: Final = (Platform.AI_TASK, Platform.BINARY_SENSOR, Platform.CONVERSATION, Platform.SENSOR)
+PLATFORMS: Final = (
+    Platform.AI_TASK,
+    Platform.BINARY_SENSOR,
+    Platform.BUTTON,
+    Platform.CONVERSATION,
+    Platform.EVENT,
+    Platform.NUMBER,
+    Platform.SENSOR,
+)
 
 CONFIG_SCHEMA = cv.config_entry_only_config_schema(DOMAIN)
 
 
 async def async_setup(hass: HomeAssistant, config: ConfigType) -> bool:
-    """Register the actions, which stay even while no engine is set up."""
+    """Register the actions and the frontend's modules, which stay even while no engine is set up."""
     async_setup_services(hass)
     await async_setup_frontend(hass)
     return True
@@ -54,8 +62,9 @@ async def async_remove_entry(hass: HomeAssistant, entry: FairhearthConfigEntry) 
 
 
 async def _async_reload(hass: HomeAssistant, entry: FairhearthConfigEntry) -> None:
-    """Apply changed data, options or subentries."""
-    await hass.config_entries.async_reload(entry.entry_id)
+    """Apply changed data, options or subentries; what only the engine must hear of needs no reload."""
+    if not await entry.runtime_data.async_take_over():
+        await hass.config_entries.async_reload(entry.entry_id)
 
 
 def _client(hass: HomeAssistant, entry: FairhearthConfigEntry) -> EngineClient:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, override
 
-from homeassistant.components.binary_sensor import BinarySensorEntity
+from homeassistant.components.binary_sensor import BinarySensorDeviceClass, BinarySensorEntity
+from homeassistant.const import EntityCategory
 from homeassistant.core import HomeAssistant
 from homeassistant.helpers.entity_platform import AddConfigEntryEntitiesCallback
 
@@ -18,8 +19,8 @@ PARALLEL_UPDATES = 0
 async def async_setup_entry(
     hass: HomeAssistant, entry: FairhearthConfigEntry, async_add_entities: AddConfigEntryEntitiesCallback
 ) -> None:
-    """Add the engine's only binary sensor."""
-    async_add_entities([PolicyMet(entry.runtime_data)])
+    """Add what is true or not of the engine."""
+    async_add_entities([PolicyMet(entry.runtime_data), Connected(entry.runtime_data)])
 
 
 class PolicyMet(FairhearthEntity, BinarySensorEntity):
@@ -53,3 +54,32 @@ class PolicyMet(FairhearthEntity, BinarySensorEntity):
     def _shown(self) -> object:
         engine = self.coordinator.data.engine
         return engine.policy_met, engine.policy_notes
+
+
+class Connected(FairhearthEntity, BinarySensorEntity):
+    """On while the engine tells what it does; the one entity that is there when the engine is not."""
+
+    _attr_translation_key = "connected"
+    _attr_device_class = BinarySensorDeviceClass.CONNECTIVITY
+    _attr_entity_category = EntityCategory.DIAGNOSTIC
+
+    def __init__(self, coordinator: FairhearthCoordinator) -> None:
+        """Show the connection, on the engine's device."""
+        unique_id = f"{coordinator.config_entry.entry_id}_connected"
+        super().__init__(coordinator, unique_id, engine_device(coordinator))
+
+    @property
+    @override
+    def available(self) -> bool:
+        """Return that this is always known."""
+        return True
+
+    @property
+    @override
+    def is_on(self) -> bool:
+        """Return whether the engine is there."""
+        return self.coordinator.last_update_success
+
+    @override
+    def _shown(self) -> object:
+        return self.is_on

@@ -34,5 +34,13 @@ DEFAULT_MAX_TOKENS: Final = 512
 DEFAULT_TASK_MAX_TOKENS: Final = 1024
 DEFAULT_WEIGHT: Final = 1
 
+UNIT_TOKENS: Final = "tokens"
+
+MAX_WEIGHT: Final = 100
+MAX_DAILY_TOKENS: Final = 1_000_000_000
+
+EVENT_JOB_ENDED: Final = "fairhearth_job_ended"
+"""Fired for each durable job that ends, for triggers and the logbook."""
+
 REQUIRED_SCOPES: Final = ("generate", "residents")
 """What a token must be allowed for the integration to work."""

@@ -36,13 +36,12 @@ from .engine_client import (
     check_schema_version,
 )
 from .errors import as_home_assistant_error
-from .residents import ResidentRegistrar
+from .jobs import JobWatcher
+from .pace import Pace
+from .residents import ResidentRegistrar, structure_of
 
 RECONNECT_FIRST_S: Final = 1.0
 RECONNECT_MOST_S: Final = 30.0
-
-PUBLISH_INTERVAL_S: Final = 1.0
-"""Least seconds between two pictures for the entities, so that none writes more often than once a second."""
 
 type FairhearthConfigEntry = ConfigEntry[FairhearthCoordinator]
 
@@ -61,9 +60,11 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         )
         self.client = client
         self.context_users = ContextUsers()
+        self._structure = structure_of(entry)
         self._registrar = ResidentRegistrar(hass, entry, client)
-        self._published_at: float | None = None
-        self._pending: asyncio.TimerHandle | None = None
+        self.jobs = JobWatcher(hass, entry, client)
+        self._pace = Pace(hass, self._async_publish)
+        self._latest: FairnessSnapshot | None = None
 
     @override
     async def _async_update_data(self) -> FairnessSnapshot:
@@ -81,10 +82,22 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         """Begin to follow the engine and to remember who calls actions; ends when the entry is unloaded."""
         entry = self.config_entry
         entry.async_on_unload(self.hass.bus.async_listen(EVENT_CALL_SERVICE, self._async_note_user))
-        entry.async_on_unload(self._async_drop_pending)
+        entry.async_on_unload(self._pace.async_drop)
         entry.async_create_background_task(
             self.hass, self._async_follow(), f"{DOMAIN}_follow_{entry.entry_id}"
         )
+        self.jobs.async_start()
+
+    async def async_take_over(self) -> bool:
+        """Return whether a change of the entry asks no more than to tell the engine, and tell it then."""
+        before, self._structure = self._structure, structure_of(self.config_entry)
+        if before != self._structure or not self.last_update_success:
+            return False
+        try:
+            await self.async_register_residents()
+        except EngineError as err:
+            LOGGER.warning("%s could not be told its residents: %s", self.name, err)
+        return True
 
     async def async_register_residents(self) -> None:
         """Tell the engine the household's residents; raise EngineError where it refuses."""
@@ -168,26 +181,20 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
     @callback
     def _async_receive(self, snapshot: FairnessSnapshot) -> None:
         """Publish a snapshot now, or when the last one is old enough; only the latest is kept."""
-        self._async_drop_pending()
-        now = self.hass.loop.time()
-        due = now if self._published_at is None else self._published_at + PUBLISH_INTERVAL_S
-        if due <= now or not self.last_update_success:
-            self._async_publish(snapshot)
-        else:
-            self._pending = self.hass.loop.call_at(due, self._async_publish, snapshot)
+        self._latest = snapshot
+        self._pace.async_ask(at_once=not self.last_update_success)
 
     @callback
-    def _async_publish(self, snapshot: FairnessSnapshot) -> None:
+    def _async_publish(self) -> None:
         if not self.last_update_success:
             LOGGER.info("%s is back", self.name)
-        self._pending = None
-        self._published_at = self.hass.loop.time()
-        self.async_set_updated_data(snapshot)
+        if self._latest is not None:
+            self.async_set_updated_data(self._latest)
 
     @callback
     def _async_lose(self, err: EngineError) -> None:
         """Make the entities unavailable; log the first time only."""
-        self._async_drop_pending()
+        self._pace.async_drop()
         self.last_exception = err
         if not self.last_update_success:
             LOGGER.debug("%s is still not available: %s", self.name, err)
@@ -195,12 +202,6 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         LOGGER.warning("%s is not available: %s", self.name, err)
         self.last_update_success = False
         self.async_update_listeners()
-
-    @callback
-    def _async_drop_pending(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
-            self._pending = None
 
     @callback
     def _async_note_user(self, event: Event) -> None:

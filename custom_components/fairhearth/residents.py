@@ -7,6 +7,7 @@ that the engine has from elsewhere are left alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from homeassistant.config_entries import ConfigEntry, ConfigSubentry
@@ -37,10 +38,14 @@ STORAGE_VERSION: Final = 1
 
 def settings_of(subentry: ConfigSubentry) -> ResidentSettings:
     """Return what the engine is told about a resident."""
-    data = subentry.data
+    return settings_of_data(subentry.title, subentry.data)
+
+
+def settings_of_data(name: str, data: Mapping[str, Any]) -> ResidentSettings:
+    """Return what the engine is told about a resident with this name and these options."""
     daily_tokens = data.get(CONF_DAILY_TOKENS)
     return ResidentSettings(
-        name=subentry.title,
+        name=name,
         weight=int(data.get(CONF_WEIGHT, DEFAULT_WEIGHT)),
         daily_tokens=None if daily_tokens is None else int(daily_tokens),
         daily_is_hard=bool(data.get(CONF_DAILY_IS_HARD, False)),
@@ -62,6 +67,22 @@ def _rule_of(hass: HomeAssistant, data: Any) -> ResidentRule:
         satellite_ids=frozenset(data.get(CONF_SATELLITES, ())),
         area_ids=frozenset(data.get(CONF_AREAS, ())),
     )
+
+
+def structure_of(entry: ConfigEntry[Any]) -> object:
+    """Return all of an entry but the residents' numbers, which may change while everything runs."""
+    parts = {
+        subentry_id: (
+            subentry.title,
+            {
+                key: value
+                for key, value in subentry.data.items()
+                if key not in (CONF_WEIGHT, CONF_DAILY_TOKENS)
+            },
+        )
+        for subentry_id, subentry in entry.subentries.items()
+    }
+    return entry.title, dict(entry.data), dict(entry.options), parts
 
 
 class ResidentRegistrar:

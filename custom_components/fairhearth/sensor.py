@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, override
+from typing import Any, Final, override
 
 from homeassistant.components.sensor import (
     SensorDeviceClass,
@@ -23,15 +23,18 @@ from homeassistant.helpers.entity_platform import AddConfigEntryEntitiesCallback
 from homeassistant.helpers.typing import StateType
 
 from .attribution import GUEST, HOUSE, WorkloadClass
-from .const import CONF_DAILY_TOKENS, CONF_RESIDENT_ID, SUBENTRY_RESIDENT
+from .const import CONF_DAILY_TOKENS, CONF_RESIDENT_ID, SUBENTRY_RESIDENT, UNIT_TOKENS
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
 from .engine_client import ClassReport, FairnessSnapshot, Quantiles, ResidentReport
 from .entity import FairhearthEntity, account_device, account_key, engine_device, subentry_device
+from .jobs import job_fields
 
 PARALLEL_UPDATES = 0
 
-UNIT_TOKENS: Final = "tokens"
 UNIT_TOKENS_PER_SECOND: Final = "tokens/s"
+
+MAX_JOBS_SHOWN: Final = 20
+"""An attribute with more would be too large for the recorder and for a card."""
 
 ACCOUNTS: Final = (GUEST, HOUSE)
 """The engine's own residents, which have no subentry."""
@@ -45,14 +48,24 @@ class FairhearthSensorDescription[ReportT](SensorEntityDescription):
     """One sensor: how it looks, and how its value is read from a report."""
 
     value_fn: Callable[[ReportT], StateType]
+    attributes_fn: Callable[[ReportT], dict[str, Any]] | None = None
 
 
 def _percent(share: float | None) -> float | None:
     return None if share is None else round(100 * share, 1)
 
 
-def _p95(quantiles: Quantiles) -> float | None:
-    return None if quantiles.p95 is None else round(quantiles.p95, 3)
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _spread(quantiles: Quantiles) -> dict[str, Any]:
+    """Return what stands beside the state: the median, the worst of a hundred, and how many were measured."""
+    return {
+        "p50": _rounded(quantiles.p50, 3),
+        "p99": _rounded(quantiles.p99, 3),
+        "count": quantiles.count,
+    }
 
 
 def _duration[ReportT: ClassReport](
@@ -67,7 +80,8 @@ def _duration[ReportT: ClassReport](
         suggested_display_precision=precision,
         state_class=SensorStateClass.MEASUREMENT,
         entity_registry_enabled_default=is_enabled,
-        value_fn=lambda report: _p95(read(report)),
+        value_fn=lambda report: _rounded(read(report).p95, 3),
+        attributes_fn=lambda report: _spread(read(report)),
     )
 
 
@@ -120,12 +134,14 @@ RESIDENT_SENSORS: Final[tuple[FairhearthSensorDescription[ResidentReport], ...]]
     _gauge("requests_waiting", lambda report: report.requests_waiting),
     _gauge("requests_running", lambda report: report.requests_running),
     _counter("preemptions", lambda report: report.preemptions, unit=None),
+    _counter("rejected", lambda report: report.rejected, unit=None, is_enabled=False),
     _gauge("tokens_left_today", lambda report: report.tokens_left_today, unit=UNIT_TOKENS, is_enabled=False),
 )
 
 CLASS_SENSORS: Final[tuple[FairhearthSensorDescription[ClassReport], ...]] = (
     _duration("queue_time_p95", lambda report: report.queue_time),
     _duration("time_to_first_token_p95", lambda report: report.time_to_first_token),
+    _gauge("requests_waiting", lambda report: report.requests_waiting),
 )
 """Per class; key and name end in the class."""
 
@@ -133,10 +149,6 @@ CLASS_SENSORS: Final[tuple[FairhearthSensorDescription[ClassReport], ...]] = (
 def _kv_memory_used(snapshot: FairnessSnapshot) -> float | None:
     load = snapshot.engine
     return _percent(load.kv_pages_used / load.kv_pages_total) if load.kv_pages_total else None
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
 
 
 ENGINE_SENSORS: Final[tuple[FairhearthSensorDescription[FairnessSnapshot], ...]] = (
@@ -153,6 +165,12 @@ ENGINE_SENSORS: Final[tuple[FairhearthSensorDescription[FairnessSnapshot], ...]]
     ),
     _gauge("fairness_index", lambda snapshot: _rounded(snapshot.engine.fairness_index, 3), precision=2),
     _counter("tokens_served", lambda snapshot: snapshot.engine.tokens_served),
+    FairhearthSensorDescription(
+        key="model",
+        translation_key="model",
+        entity_category=EntityCategory.DIAGNOSTIC,
+        value_fn=lambda snapshot: snapshot.model,
+    ),
 )
 
 
@@ -161,7 +179,7 @@ async def async_setup_entry(
 ) -> None:
     """Add the engine's sensors, those of each resident, and those of the engine's own accounts."""
     coordinator = entry.runtime_data
-    async_add_entities(_engine_sensors(coordinator))
+    async_add_entities([*_engine_sensors(coordinator), JobsSensor(coordinator)])
     for account in ACCOUNTS:
         key, device_info = account_key(coordinator, account), account_device(coordinator, account)
         async_add_entities(_resident_sensors(coordinator, key, account, device_info, has_quota=False))
@@ -178,7 +196,7 @@ async def async_setup_entry(
         )
 
 
-def _engine_sensors(coordinator: FairhearthCoordinator) -> Iterator[FairhearthSensor]:
+def _engine_sensors(coordinator: FairhearthCoordinator) -> Iterator[SensorEntity]:
     for description in ENGINE_SENSORS:
         yield EngineSensor(coordinator, description)
     for workload_class in WorkloadClass:
@@ -193,25 +211,50 @@ def _resident_sensors(
     device_info: DeviceInfo,
     *,
     has_quota: bool,
-) -> Iterator[FairhearthSensor]:
+) -> Iterator[SensorEntity]:
     for description in RESIDENT_SENSORS:
         if description.key == "tokens_left_today" and has_quota:
             description = replace(description, entity_registry_enabled_default=True)
         yield ResidentSensor(coordinator, description, key, resident_id, device_info)
 
 
-class FairhearthSensor(FairhearthEntity, SensorEntity):
+class FairhearthSensor[ReportT](FairhearthEntity, SensorEntity):
     """One value of the live picture."""
+
+    entity_description: FairhearthSensorDescription[ReportT]
+    _unrecorded_attributes = frozenset({"p50", "p99", "count"})
+
+    def _report(self) -> ReportT | None:
+        """Return the part of the picture that the value is in, None where the engine does not tell it."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def available(self) -> bool:
+        """Return whether the engine is there and tells of it."""
+        return super().available and self._report() is not None
+
+    @property
+    @override
+    def native_value(self) -> StateType:
+        """Return the value in the latest picture."""
+        report = self._report()
+        return None if report is None else self.entity_description.value_fn(report)
+
+    @property
+    @override
+    def extra_state_attributes(self) -> dict[str, Any] | None:
+        """Return what stands beside the value."""
+        report, read = self._report(), self.entity_description.attributes_fn
+        return None if report is None or read is None else read(report)
 
     @override
     def _shown(self) -> object:
-        return self.native_value
+        return self.native_value, self.extra_state_attributes
 
 
-class EngineSensor(FairhearthSensor):
+class EngineSensor(FairhearthSensor[FairnessSnapshot]):
     """One value of the engine as a whole."""
-
-    entity_description: FairhearthSensorDescription[FairnessSnapshot]
 
     def __init__(
         self, coordinator: FairhearthCoordinator, description: FairhearthSensorDescription[FairnessSnapshot]
@@ -221,17 +264,13 @@ class EngineSensor(FairhearthSensor):
         super().__init__(coordinator, unique_id, engine_device(coordinator))
         self.entity_description = description
 
-    @property
     @override
-    def native_value(self) -> StateType:
-        """Return the value in the latest picture."""
-        return self.entity_description.value_fn(self.coordinator.data)
+    def _report(self) -> FairnessSnapshot:
+        return self.coordinator.data
 
 
-class ClassSensor(FairhearthSensor):
+class ClassSensor(FairhearthSensor[ClassReport]):
     """One value of one workload class, on the engine's device."""
-
-    entity_description: FairhearthSensorDescription[ClassReport]
 
     def __init__(
         self,
@@ -252,24 +291,13 @@ class ClassSensor(FairhearthSensor):
         )
         self._workload_class = workload_class
 
-    @property
     @override
-    def available(self) -> bool:
-        """Return whether the engine is there and knows the class."""
-        return super().available and self._workload_class in self.coordinator.data.classes
-
-    @property
-    @override
-    def native_value(self) -> StateType:
-        """Return the value in the latest picture."""
-        report = self.coordinator.data.classes.get(self._workload_class)
-        return None if report is None else self.entity_description.value_fn(report)
+    def _report(self) -> ClassReport | None:
+        return self.coordinator.data.classes.get(self._workload_class)
 
 
-class ResidentSensor(FairhearthSensor):
+class ResidentSensor(FairhearthSensor[ResidentReport]):
     """One value of one resident, on the resident's device."""
-
-    entity_description: FairhearthSensorDescription[ResidentReport]
 
     def __init__(
         self,
@@ -284,15 +312,42 @@ class ResidentSensor(FairhearthSensor):
         self.entity_description = description
         self._resident_id = resident_id
 
-    @property
     @override
-    def available(self) -> bool:
-        """Return whether the engine is there and knows the resident."""
-        return super().available and self._resident_id in self.coordinator.data.residents
+    def _report(self) -> ResidentReport | None:
+        return self.coordinator.data.residents.get(self._resident_id)
+
+
+class JobsSensor(FairhearthEntity, SensorEntity):
+    """How many durable jobs have not ended; the attribute says which, and how far each is."""
+
+    _attr_translation_key = "jobs"
+    _attr_state_class = SensorStateClass.MEASUREMENT
+    _unrecorded_attributes = frozenset({"jobs"})
+
+    def __init__(self, coordinator: FairhearthCoordinator) -> None:
+        """Show the jobs on the engine's device."""
+        unique_id = f"{coordinator.config_entry.entry_id}_jobs"
+        super().__init__(coordinator, unique_id, engine_device(coordinator))
+
+    @override
+    async def async_added_to_hass(self) -> None:
+        """Follow the jobs, which come on a stream of their own."""
+        await super().async_added_to_hass()
+        self.async_on_remove(self.coordinator.jobs.async_on_changed(self._handle_coordinator_update))
 
     @property
     @override
-    def native_value(self) -> StateType:
-        """Return the value in the latest picture."""
-        report = self.coordinator.data.residents.get(self._resident_id)
-        return None if report is None else self.entity_description.value_fn(report)
+    def native_value(self) -> int:
+        """Return how many jobs are under way."""
+        return len(self.coordinator.jobs.active)
+
+    @property
+    @override
+    def extra_state_attributes(self) -> dict[str, Any]:
+        """Return the first of them."""
+        first = list(self.coordinator.jobs.active.values())[:MAX_JOBS_SHOWN]
+        return {"jobs": [job_fields(job) for job in first]}
+
+    @override
+    def _shown(self) -> object:
+        return self.extra_state_attributes, self.native_value

@@ -44,8 +44,11 @@ from .const import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_TASK_MAX_TOKENS,
     DEFAULT_WEIGHT,
+    MAX_DAILY_TOKENS,
+    MAX_WEIGHT,
     SUBENTRY_CONVERSATION,
     SUBENTRY_RESIDENT,
+    UNIT_TOKENS,
 )
 from .errors import Refused
 
@@ -211,8 +214,8 @@ class ResidentSubentryFlow(ConfigSubentryFlow):
                     EntitySelectorConfig(domain="assist_satellite", multiple=True)
                 ),
                 probatio.Optional(CONF_AREAS): AreaSelector(AreaSelectorConfig(multiple=True)),
-                probatio.Required(CONF_WEIGHT, default=DEFAULT_WEIGHT): _whole_number(1, 100),
-                probatio.Optional(CONF_DAILY_TOKENS): _whole_number(1, 1_000_000_000, "tokens"),
+                probatio.Required(CONF_WEIGHT, default=DEFAULT_WEIGHT): _whole_number(1, MAX_WEIGHT),
+                probatio.Optional(CONF_DAILY_TOKENS): _whole_number(1, MAX_DAILY_TOKENS, UNIT_TOKENS),
                 probatio.Required(CONF_DAILY_IS_HARD, default=False): BooleanSelector(),
             }
         )

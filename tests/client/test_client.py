@@ -31,7 +31,7 @@ from custom_components.fairhearth.engine_client import (
     Usage,
 )
 from engine_service import errors as sent
-from tests.ha.fake_engine import TOKEN, Answer, FakeEngine, golden
+from tests.ha.fake_engine import TOKEN, Answer, FakeEngine, caller_of, golden
 
 HELLO = ChatRequest(
     messages=(Message(role="user", content="Größe? 🙂"),), resident="guest", workload_class="chat"
@@ -84,7 +84,7 @@ async def test_an_answer_is_streamed_from_accepted_to_finished(
     assert [type(event) for event in events[-2:]] == [Finished, Usage]
     (chat,) = engine.chats
     assert chat.messages[0].content == "Größe? 🙂"
-    assert chat.options.caller.resident_id == "guest"
+    assert caller_of(chat).resident_id == "guest"
 
 
 async def test_text_arrives_while_the_rest_is_not_yet_written(

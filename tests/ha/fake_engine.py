@@ -45,6 +45,25 @@ ACCOUNTS = ("guest", "house")
 NO_QUANTILES = {"count": 0, "p50": None, "p95": None, "p99": None, "last": None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Whom a request names, with what the engine takes where it names nobody."""
+
+    resident_id: str
+    class_id: str
+    program_id: str | None
+
+
+def caller_of(chat: ChatRequest) -> Caller:
+    """Return whom a request names, as it was sent."""
+    sent = chat.options.as_wire().get("fairhearth") or {}
+    return Caller(
+        resident_id=sent.get("resident", "guest"),
+        class_id=sent.get("workload_class", "chat"),
+        program_id=sent.get("program"),
+    )
+
+
 def golden(name: str) -> Any:
     """Return one of the examples that bind both sides of the wire."""
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
@@ -115,12 +134,18 @@ class FakeEngine:
     residents: dict[str, dict[str, Any]] = field(default_factory=dict)
     snapshot: dict[str, Any] = field(default_factory=dict)
     port: int = 0
+    code: str | None = "123456"  #: what a client may pair with, None while no code is open
+    has_jobs: bool = True
+    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    orders: list[dict[str, Any]] = field(default_factory=list)  #: of jobs, as they came
+    num_job_streams: int = 0
 
     def __post_init__(self) -> None:
         """Start with the engine's own accounts only."""
         self._runner: web.AppRunner | None = None
         self._changed = asyncio.Condition()
         self._num_changes = 0
+        self._job_listeners: set[asyncio.Queue[dict[str, Any]]] = set()
         self.snapshot = golden("fairness")
         self.snapshot["residents"] = {}
         self.snapshot["classes"] = {name: report() for name in self.snapshot["classes"]}
@@ -153,6 +178,12 @@ class FakeEngine:
                 web.get("/v1/fairness/stream", self._fairness_stream),
                 web.post("/v1/prefix", self._prefix),
                 web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/pair", self._pair),
+                web.post("/v1/jobs", self._submit_job),
+                web.get("/v1/jobs", self._list_jobs),
+                web.get("/v1/jobs/stream", self._job_stream),
+                web.get("/v1/jobs/{id}", self._get_job),
+                web.delete("/v1/jobs/{id}", self._cancel_job),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
@@ -182,7 +213,9 @@ class FakeEngine:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
-            if request.path != "/health":
+            if request.path.startswith("/v1/jobs") and not self.has_jobs:
+                raise NotFound(f"there is nothing at {request.path}")
+            if request.path not in ("/health", "/v1/pair"):
                 self._check_token(request)
             return await handler(request)
         except EngineError as err:
@@ -194,7 +227,8 @@ class FakeEngine:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if token not in self.tokens:
             raise NotAuthenticated("this engine does not know the token")
-        scope = "residents" if request.method in ("PUT", "DELETE") else "generate"
+        is_resident = request.path.startswith("/v1/residents")
+        scope = "residents" if is_resident else "generate"
         if request.method != "GET" and scope not in self.tokens[token]:
             raise NotAllowed(f"the token lacks the scope {scope}")
 
@@ -286,9 +320,122 @@ class FakeEngine:
         self.prefixes.append(prefix)
         return web.json_response(golden("prefix_response"))
 
+    async def _pair(self, request: web.Request) -> web.Response:
+        body = parse_json(await request.read())
+        assert isinstance(body, dict)
+        if self.code is None:
+            raise refusal("pairing_closed", "no code is open; run `fairhearth pair` beside the engine", 403)
+        if body["code"] != self.code:
+            raise refusal("wrong_code", "this is not the code that the engine shows", 403)
+        self.code = None
+        token = f"paired-{body['name']}"
+        self.tokens[token] = ALL_SCOPES
+        answer = {"token": token, "name": body["name"], "scopes": ALL_SCOPES, "engine_id": self.engine_id}
+        return web.json_response(answer, status=201)
+
+    # --- durable jobs ---
+
+    async def _submit_job(self, request: web.Request) -> web.Response:
+        order = parse_json(await request.read())
+        assert isinstance(order, dict)
+        chat = parse_chat_request({**order["request"], "stream": False})
+        caller = caller_of(chat)
+        if caller.resident_id not in self.residents:
+            raise UnknownResident(f"there is no resident {caller.resident_id!r}")
+        self.orders.append(order)
+        key = order.get("idempotency_key")
+        for job in self.jobs.values():
+            if key is not None and job["idempotency_key"] == key:
+                return web.json_response(job)
+        job = {
+            "id": f"job-{len(self.jobs) + 1}",
+            "state": "submitted",
+            "title": order.get("title"),
+            "resident": caller.resident_id,
+            "workload_class": order["request"]["fairhearth"].get("workload_class", "background"),
+            "idempotency_key": key,
+            "created_at": 1764457000.1,
+            "started_at": None,
+            "ended_at": None,
+            "deadline_at": None,
+            "kept_until": None,
+            "attempts": 0,
+            "progress": {"output_tokens": 0, "max_tokens": chat.options.max_tokens},
+            "eta_s": None,
+            "partial": "",
+            "result": None,
+            "result_sha256": None,
+            "error": None,
+        }
+        self.jobs[job["id"]] = job
+        self._tell_job(job)
+        return web.json_response(job, status=202)
+
+    def move_job(self, job_id: str, state: str, *, text: str = "", error: str | None = None) -> None:
+        """Bring a job into another state and tell everyone who follows."""
+        job = self.jobs[job_id]
+        job.update(state=state, started_at=1764457003.2, attempts=1)
+        job["progress"]["output_tokens"] = len(text.split())
+        if state == "running":
+            job.update(partial=text, eta_s=12.5)
+        else:
+            job.update(partial="", eta_s=None, ended_at=1764457060.9)
+        if state == "finished":
+            message = {"role": "assistant", "content": text}
+            job["result"] = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+        if error is not None:
+            job["error"] = error_body(refusal("generation_failed", error))["error"]
+        self._tell_job(job)
+
+    def _tell_job(self, job: dict[str, Any]) -> None:
+        for queue in self._job_listeners:
+            queue.put_nowait(_briefly(job))
+
+    def _job(self, request: web.Request) -> dict[str, Any]:
+        job_id = request.match_info["id"]
+        if job_id not in self.jobs:
+            raise refusal("unknown_job", f"there is no job {job_id!r}")
+        return self.jobs[job_id]
+
+    async def _get_job(self, request: web.Request) -> web.Response:
+        return web.json_response(self._job(request))
+
+    async def _cancel_job(self, request: web.Request) -> web.Response:
+        job = self._job(request)
+        if job["state"] in ("submitted", "running"):
+            self.move_job(job["id"], "cancelled")
+        return web.json_response(job)
+
+    async def _list_jobs(self, request: web.Request) -> web.Response:
+        wanted = {key: request.query[key] for key in ("state", "resident") if key in request.query}
+        rows = [
+            _briefly(job)
+            for job in reversed(self.jobs.values())
+            if all(job[key] == value for key, value in wanted.items())
+        ]
+        return web.json_response({"jobs": rows[: int(request.query.get("limit", "100"))]})
+
+    async def _job_stream(self, request: web.Request) -> web.StreamResponse:
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        for job in self.jobs.values():
+            if job["state"] in ("submitted", "running"):
+                queue.put_nowait(_briefly(job))
+        self._job_listeners.add(queue)
+        self.num_job_streams += 1
+        try:
+            async with self._event_stream(request) as response:
+                await response.write(b": hello\n\n")
+                while True:
+                    line = json.dumps(await queue.get(), ensure_ascii=False)
+                    await response.write(f"event: job\ndata: {line}\n\n".encode())
+        finally:
+            self._job_listeners.discard(queue)
+
+    # --- answers ---
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         chat = parse_chat_request(parse_json(await request.read()))
-        resident_id = chat.options.caller.resident_id
+        resident_id = caller_of(chat).resident_id
         if resident_id not in self.residents:
             raise UnknownResident(f"there is no resident {resident_id!r}", param="fairhearth.resident")
         self.chats.append(chat)
@@ -304,12 +451,12 @@ class FakeEngine:
             raise
 
     async def _write_answer(self, response: web.StreamResponse, chat: ChatRequest, answer: Answer) -> None:
-        caller = chat.options.caller
+        caller = caller_of(chat)
         request_id = f"r{len(self.chats)}"
         who = {
             "request_id": request_id,
             "resident": caller.resident_id,
-            "workload_class": caller.class_id.value,
+            "workload_class": caller.class_id,
         }
         await _write(response, {"role": "assistant", "content": ""}, fairhearth={**who, "num_ahead": 2})
         if answer.reasoning:
@@ -346,12 +493,12 @@ class FakeEngine:
 
     def _charge(self, chat: ChatRequest, answer: Answer) -> dict[str, int]:
         """Count the words of prompt and answer as tokens and return them."""
-        caller = chat.options.caller
+        caller = caller_of(chat)
         prefill = sum(len((message.content or "").split()) for message in chat.messages)
         decode = len(answer.pieces) + len(answer.tool_calls)
         for row in (
             self.snapshot["residents"][caller.resident_id],
-            self.snapshot["classes"][caller.class_id.value],
+            self.snapshot["classes"][caller.class_id],
         ):
             row["tokens"]["prefill"] += prefill
             row["tokens"]["decode"] += decode
@@ -378,6 +525,16 @@ async def _write(
     if fairhearth is not None:
         chunk["fairhearth"] = dict(fairhearth)
     await response.write(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode())
+
+
+def _briefly(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in job.items() if key not in ("partial", "result")}
+
+
+def refusal(code: str, message: str, status: int = 404) -> EngineError:
+    """Return an error with a code of the wire."""
+    cls: type[EngineError] = type("Refusal", (EngineError,), {"code": code, "http_status": status})
+    return cls(message)
 
 
 def error_body(err: EngineError) -> dict[str, Any]:

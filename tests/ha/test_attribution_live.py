@@ -14,7 +14,7 @@ from homeassistant.core import Context, HomeAssistant
 from homeassistant.helpers import area_registry as ar, device_registry as dr, entity_registry as er, llm
 from homeassistant.setup import async_setup_component
 from tests.ha.conftest import until
-from tests.ha.fake_engine import FakeEngine
+from tests.ha.fake_engine import FakeEngine, caller_of
 
 AGENT = "conversation.agent"
 TASK = "ai_task.task"
@@ -50,8 +50,8 @@ async def stranger(hass: HomeAssistant) -> User:
 
 
 def charged(engine: FakeEngine) -> list[tuple[str, str]]:
-    callers = [chat.options.caller for chat in engine.chats]
-    return [(caller.resident_id, caller.class_id.value) for caller in callers]
+    callers = [caller_of(chat) for chat in engine.chats]
+    return [(caller.resident_id, caller.class_id) for caller in callers]
 
 
 async def speak(hass: HomeAssistant, context: Context, **options: Any) -> None:
@@ -225,10 +225,10 @@ async def test_tasks_at_once_are_each_charged_to_their_own_caller(
 
     contexts = [Context(user_id=alice.id), Context(user_id=stranger.id), Context(), None]
     await asyncio.gather(*(order(context) for context in contexts))
-    by_prompt = {chat.messages[-1].content: chat.options.caller.resident_id for chat in engine.chats}
+    by_prompt = {chat.messages[-1].content: caller_of(chat).resident_id for chat in engine.chats}
     assert by_prompt == {alice.id: "alice", stranger.id: "guest", "None": "house"}
     assert len(engine.chats) == 4
-    assert {chat.options.caller.class_id.value for chat in engine.chats} == {"background"}
+    assert {caller_of(chat).class_id for chat in engine.chats} == {"background"}
 
 
 class ToolsThatTakeTime(llm.API):
@@ -259,7 +259,7 @@ async def test_tasks_of_automations_at_once_are_each_charged_to_who_set_off_thei
             for name, parent in (("pressed", pressed), ("ticked", ticked))
         )
     )
-    by_prompt = {chat.messages[-1].content: chat.options.caller.resident_id for chat in engine.chats}
+    by_prompt = {chat.messages[-1].content: caller_of(chat).resident_id for chat in engine.chats}
     assert by_prompt == {"pressed": "alice", "ticked": "house"}
 
 

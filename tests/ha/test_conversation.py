@@ -17,7 +17,7 @@ from homeassistant.const import CONF_LLM_HASS_API
 from homeassistant.core import Context, HomeAssistant
 from homeassistant.setup import async_setup_component
 from tests.ha.conftest import until
-from tests.ha.fake_engine import Answer, FakeEngine
+from tests.ha.fake_engine import Answer, FakeEngine, caller_of
 
 AGENT = "conversation.agent"
 MAX_REQUESTS = 10
@@ -84,7 +84,7 @@ async def test_an_answer_streams_through_the_voice_pipeline(ask: Ask, engine: Fa
     assert speech == "Hello from the fake engine."
     (chat,) = engine.chats
     assert chat.options.max_tokens == 128
-    assert chat.options.caller.program_id
+    assert caller_of(chat).program_id
     assert chat.messages[-1].content == "Hello"
 
 
@@ -131,7 +131,7 @@ async def test_the_prompt_of_the_next_turn_begins_as_the_last(ask: Ask, engine: 
     first, second = engine.chats
     assert second.messages[: len(first.messages)] == first.messages
     assert second.tools == first.tools
-    assert second.options.caller.program_id == first.options.caller.program_id == "same"
+    assert caller_of(second).program_id == caller_of(first).program_id == "same"
 
 
 async def test_an_answer_nobody_waits_for_is_cancelled_at_the_engine(ask: Ask, engine: FakeEngine) -> None:
@@ -200,7 +200,7 @@ async def test_an_engine_that_forgot_the_resident_is_told_and_asked_again(
     engine.forget()
     result = await conversation.async_converse(hass, "Hi", None, Context(user_id=user.id), agent_id=AGENT)
     assert result.response.speech["plain"]["speech"] == "Hello from the fake engine."
-    assert engine.chats[-1].options.caller.resident_id == "alice"
+    assert caller_of(engine.chats[-1]).resident_id == "alice"
 
 
 async def test_a_refused_token_asks_for_a_new_one(

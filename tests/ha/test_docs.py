@@ -9,10 +9,11 @@ import yaml
 from pytest_homeassistant_custom_component.common import MockConfigEntry, async_mock_service
 
 from custom_components.fairhearth.attribution import WorkloadClass
-from custom_components.fairhearth.sensor import CLASS_SENSORS, ENGINE_SENSORS, RESIDENT_SENSORS
+from custom_components.fairhearth.sensor import CLASS_SENSORS
 from homeassistant.core import HomeAssistant
 from homeassistant.setup import async_setup_component
-from tests.ha.fake_engine import FakeEngine
+from tests.ha.fake_engine import FakeEngine, caller_of
+from tests.ha.test_translations import entity_keys
 
 TEXT = (Path(__file__).parents[2] / "docs" / "home-assistant.md").read_text(encoding="utf-8")
 
@@ -21,10 +22,9 @@ def test_every_entity_is_explained() -> None:
     section = TEXT.partition("## What the entities mean")[2].partition("\n## ")[0]
     second_columns = re.findall(r"^\| [^|]* \| ([^|]*) \|", section, re.MULTILINE)
     explained = {key for column in second_columns for key in re.findall(r"`(\w+)`", column)}
-    keys = {description.key for description in (*RESIDENT_SENSORS, *ENGINE_SENSORS)}
+    keys = {key for rows in entity_keys().values() for key in rows}
     by_class = {f"{description.key}_{item}" for description in CLASS_SENSORS for item in WorkloadClass}
-    assert keys | {"policy_met"} <= explained
-    assert explained <= keys | by_class | {"policy_met"}
+    assert keys - by_class <= explained <= keys
 
 
 async def test_the_example_automation_runs(
@@ -39,5 +39,5 @@ async def test_the_example_automation_runs(
     await hass.async_block_till_done()
     (message,) = messages
     assert message.data["message"] == "Hello from the fake engine."
-    assert engine.chats[0].options.caller.resident_id == "alice"
+    assert caller_of(engine.chats[0]).resident_id == "alice"
     await hass.services.async_call("automation", "turn_off", target, blocking=True)  # ends its timer

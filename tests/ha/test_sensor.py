@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from pytest_homeassistant_custom_component.common import MockConfigEntry
-from pytest_homeassistant_custom_component.components.recorder.common import async_wait_recording_done
+from pytest_homeassistant_custom_component.components.recorder.common import (
+    async_wait_recording_done,
+    do_adhoc_statistics,
+)
 
 from custom_components.fairhearth.const import DOMAIN
 from custom_components.fairhearth.engine_client import FairnessSnapshot
+from custom_components.fairhearth.number import RESIDENT_NUMBERS
 from custom_components.fairhearth.sensor import (
     ACCOUNTS,
     CLASS_SENSORS,
@@ -18,10 +23,13 @@ from custom_components.fairhearth.sensor import (
     ENGINE_SENSORS,
     RESIDENT_SENSORS,
 )
+from homeassistant.components.recorder import get_instance
+from homeassistant.components.recorder.statistics import statistics_during_period
 from homeassistant.components.sensor import SensorDeviceClass, SensorStateClass
 from homeassistant.const import ATTR_UNIT_OF_MEASUREMENT
 from homeassistant.core import Event, EventStateChangedData, HomeAssistant, callback
 from homeassistant.helpers import entity_registry as er
+from homeassistant.util import dt as dt_util
 from tests.ha.conftest import until
 from tests.ha.fake_engine import FakeEngine, golden
 
@@ -37,6 +45,7 @@ def busy(snapshot: dict[str, Any]) -> None:
             requests_running=1,
             requests_waiting=3,
             preemptions=2,
+            rejected=4,
             queue_time_s=QUANTILES,
             time_to_first_token_s={**QUANTILES, "p95": 0.25},
             inter_token_latency_s={**QUANTILES, "p95": 0.0421},
@@ -93,6 +102,7 @@ SHOWN = [
     ("alice", "requests_waiting", "3", None),
     ("alice", "requests_running", "1", None),
     ("alice", "preemptions", "2", None),
+    ("alice", "rejected", "4", None),
     ("alice", "tokens_left_today", "198970", "tokens"),
     ("guest", "tokens_served", "0", "tokens"),
     ("guest", "queue_time_p95", "unknown", "s"),
@@ -103,7 +113,10 @@ SHOWN = [
     ("engine", "tokens_per_second", "61.0", "tokens/s"),
     ("engine", "fairness_index", "0.988", None),
     ("engine", "tokens_served", "1030", "tokens"),
+    ("engine", "model", "SmolLM2-135M-Instruct", None),
+    ("engine", "jobs", "0", None),
     ("engine", "queue_time_p95_voice", "1.235", "s"),
+    ("engine", "requests_waiting_voice", "3", None),
     ("engine", "time_to_first_token_p95_voice", "0.25", "s"),
     ("engine", "time_to_first_token_p95_embedding", "unknown", "s"),
 ]
@@ -134,7 +147,14 @@ def test_what_only_grows_is_a_counter() -> None:
         for description in (*RESIDENT_SENSORS, *CLASS_SENSORS, *ENGINE_SENSORS)
         if description.state_class is SensorStateClass.TOTAL_INCREASING
     }
-    assert growing == {"tokens_served", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions"}
+    assert growing == {
+        "tokens_served",
+        "prefill_tokens",
+        "decode_tokens",
+        "cached_tokens",
+        "preemptions",
+        "rejected",
+    }
 
 
 async def test_a_household_first_sees_what_it_needs(
@@ -143,7 +163,7 @@ async def test_a_household_first_sees_what_it_needs(
     rows = er.async_entries_for_config_entry(entity_registry, loaded.entry_id)
     hidden = {row.unique_id for row in rows if row.disabled_by is not None}
     keys = keys_of(loaded)
-    details = {"prefill_tokens", "decode_tokens", "cached_tokens", "completion_time_p95"}
+    details = {"prefill_tokens", "decode_tokens", "cached_tokens", "completion_time_p95", "rejected"}
     assert {f"{keys['alice']}_{key}" for key in details} <= hidden
     assert f"{keys['alice']}_tokens_left_today" not in hidden
     assert f"{keys['guest']}_tokens_left_today" in hidden
@@ -154,7 +174,11 @@ async def test_a_household_first_sees_what_it_needs(
     }
     assert shown_classes == {item.value for item in ENABLED_CLASSES}
     assert len(rows) == (
-        len(ENGINE_SENSORS) + 6 * len(CLASS_SENSORS) + (1 + len(ACCOUNTS)) * len(RESIDENT_SENSORS) + 3
+        len(ENGINE_SENSORS)
+        + 6 * len(CLASS_SENSORS)
+        + (1 + len(ACCOUNTS)) * len(RESIDENT_SENSORS)
+        + len(RESIDENT_NUMBERS)
+        + 8  # agent, task, policy met, connection, jobs, button and two events
     )
 
 
@@ -210,11 +234,39 @@ async def test_nothing_is_written_more_than_once_a_second_nor_when_it_did_not_ch
 async def test_a_counter_that_starts_again_keeps_its_history(
     recorder_mock: Any, hass: HomeAssistant, loaded: MockConfigEntry, engine: FakeEngine
 ) -> None:
-    """Long-term statistics accept the sensors' own unit."""
+    """Long-term statistics add up what was counted before the engine's restart and after it."""
+    entity_id = "sensor.alice_tokens_used"
+
+    async def count(tokens: int) -> None:
+        await engine.publish(lambda snapshot: snapshot["residents"]["alice"].update(tokens_served=tokens))
+        await until(lambda: hass.states.get(entity_id).state == str(tokens))
+        await async_wait_recording_done(hass)
+
+    begun = dt_util.utcnow()
     await async_wait_recording_done(hass)
-    state = hass.states.get("sensor.alice_tokens_used")
-    assert state.attributes["state_class"] == "total_increasing"
-    assert state.attributes[ATTR_UNIT_OF_MEASUREMENT] == "tokens"
+    await count(1000)
+    await engine.stop()
+    await until(lambda: hass.states.get(entity_id).state == "unavailable")
+    engine.snapshot["residents"]["alice"]["tokens_served"] = 0
+    await engine.start()
+    await until(lambda: hass.states.get(entity_id).state == "0")
+    await count(250)
+    period = begun.replace(minute=begun.minute // 5 * 5, second=0, microsecond=0)
+    while period <= dt_util.utcnow():
+        do_adhoc_statistics(hass, start=period)
+        period += timedelta(minutes=5)
+    await async_wait_recording_done(hass)
+    rows = await get_instance(hass).async_add_executor_job(
+        statistics_during_period,
+        hass,
+        begun - timedelta(minutes=5),
+        None,
+        {entity_id},
+        "5minute",
+        None,
+        {"sum"},
+    )
+    assert rows[entity_id][-1]["sum"] == 1250
 
 
 def test_the_example_of_the_wire_fills_every_sensor() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import custom_components.fairhearth
-from custom_components.fairhearth import config_flow, errors, sensor
+from custom_components.fairhearth import config_flow, errors, number, sensor
 from custom_components.fairhearth.attribution import WorkloadClass
 
 ROOT = Path(custom_components.fairhearth.__file__).parent
@@ -21,10 +21,18 @@ ICONS: dict[str, Any] = json.loads((ROOT / "icons.json").read_text(encoding="utf
 SOURCE = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("*.py")}
 
 
-def sensor_keys() -> set[str]:
-    return {description.key for description in (*sensor.RESIDENT_SENSORS, *sensor.ENGINE_SENSORS)} | {
-        f"{description.key}_{item}" for description in sensor.CLASS_SENSORS for item in WorkloadClass
+def entity_keys() -> dict[str, set[str]]:
+    """Return what each platform shows, by the keys of its descriptions and of its single entities."""
+    by_class = {f"{description.key}_{item}" for description in sensor.CLASS_SENSORS for item in WorkloadClass}
+    keys = {
+        "number": {description.key for description in number.RESIDENT_NUMBERS},
+        "sensor": by_class
+        | {description.key for description in (*sensor.RESIDENT_SENSORS, *sensor.ENGINE_SENSORS)},
     }
+    for name, text in SOURCE.items():
+        if single := set(re.findall(r'_attr_translation_key = "(\w+)"', text)):
+            keys[name.removesuffix(".py")] = keys.get(name.removesuffix(".py"), set()) | single
+    return keys
 
 
 def literal_exception_keys() -> set[str]:
@@ -42,13 +50,9 @@ def literal_exception_keys() -> set[str]:
     return keys
 
 
-def test_every_sensor_has_a_name_and_an_icon() -> None:
-    assert TEXTS["entity"]["sensor"].keys() == sensor_keys()
-    assert ICONS["entity"]["sensor"].keys() == sensor_keys()
-    assert (
-        TEXTS["entity"]["binary_sensor"].keys() == ICONS["entity"]["binary_sensor"].keys() == {"policy_met"}
-    )
-    assert TEXTS["device"].keys() == set(sensor.ACCOUNTS)
+def test_every_entity_has_a_name_and_an_icon() -> None:
+    assert {platform: set(rows) for platform, rows in TEXTS["entity"].items()} == entity_keys()
+    assert {platform: set(rows) for platform, rows in ICONS["entity"].items()} == entity_keys()
 
 
 def test_every_error_has_a_text_and_every_text_an_error() -> None:

@@ -8,7 +8,7 @@ Source: docs/wire.md.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
@@ -17,12 +17,14 @@ from yarl import URL
 
 from .errors import CannotConnect, ProtocolError, error_from_wire
 from .fairness import FairnessSnapshot
+from .jobs import Job, JobOrder, jobs_from_wire
 from .protocol import (
     ChatEvent,
     ChatRequest,
     EngineInfo,
     Health,
     Message,
+    Paired,
     PrefixPin,
     ResidentSettings,
     ToolSpec,
@@ -76,6 +78,13 @@ class EngineClient:
         """Ask what the engine is and what the token may do."""
         return EngineInfo.from_wire(await self._ask("GET", "v1", "engine"))
 
+    async def pair(self, code: str, name: str) -> Paired:
+        """Trade the code that the engine shows for a token; needs no token.
+
+        Raises PairingClosed where no code is open, WrongCode, or TooManyFailures.
+        """
+        return Paired.from_wire(await self._ask("POST", "v1", "pair", body={"code": code, "name": name}))
+
     async def models(self) -> list[str]:
         """Return the names of the models served."""
         return models_from_wire(await self._ask("GET", "v1", "models"))
@@ -106,20 +115,49 @@ class EngineClient:
             await self._ask("POST", "v1", "prefix", body=body, timeout_s=PREFIX_TIMEOUT_S)
         )
 
+    async def submit_job(self, order: JobOrder) -> Job:
+        """Order an answer that outlives the engine's restarts; return it as the engine wrote it down."""
+        return Job.from_wire(await self._ask("POST", "v1", "jobs", body=order.as_wire()))
+
+    async def job(self, job_id: str) -> Job:
+        """Return a job with its text; raise UnknownJob where there is none."""
+        return Job.from_wire(await self._ask("GET", "v1", "jobs", job_id))
+
+    async def jobs(
+        self, *, state: str | None = None, resident: str | None = None, limit: int | None = None
+    ) -> list[Job]:
+        """Return the jobs without their texts, newest first."""
+        wanted = {"state": state, "resident": resident, "limit": None if limit is None else str(limit)}
+        query = {key: value for key, value in wanted.items() if value is not None}
+        return jobs_from_wire(await self._ask("GET", "v1", "jobs", query=query))
+
+    async def cancel_job(self, job_id: str) -> Job:
+        """Cancel a job and return how it stands now; one that has ended stays as it is."""
+        return Job.from_wire(await self._ask("DELETE", "v1", "jobs", job_id))
+
+    async def job_stream(self) -> AsyncGenerator[Job]:
+        """Yield every job that has not ended once, then each change, until the engine ends the stream."""
+        async with aclosing(self._events("v1", "jobs", "stream")) as bodies:
+            async for body in bodies:
+                yield Job.from_wire(body)
+
     async def fairness_stream(self) -> AsyncGenerator[FairnessSnapshot]:
         """Yield a snapshot at once and one after each change, until the engine ends the stream.
 
         Raises CannotConnect when it is silent for longer than its keepalives allow.
         """
-        async with (
-            self._open("GET", "v1", "fairness", "stream") as response,
-            aclosing(_data_lines(response)) as lines,
-        ):
-            async for line in lines:
-                body = loads(line, where="fairness event")
-                if isinstance(body, dict) and "error" in body:
-                    raise error_from_wire(body)
+        async with aclosing(self._events("v1", "fairness", "stream")) as bodies:
+            async for body in bodies:
                 yield FairnessSnapshot.from_wire(body)
+
+    async def _events(self, *path: str) -> AsyncGenerator[object]:
+        """Yield the body of each event of a stream; raise the error that one stands for."""
+        async with self._open("GET", *path) as response, aclosing(_data_lines(response)) as lines:
+            async for line in lines:
+                body = loads(line, where="event")
+                if isinstance(body, dict) and set(body) == {"error"}:
+                    raise error_from_wire(body)
+                yield body
 
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatEvent]:
         """Order an answer and yield what happens, `Accepted` first and `Finished` last but for `Usage`.
@@ -138,7 +176,12 @@ class EngineClient:
         raise CannotConnect("the engine ended the answer before it was complete")
 
     async def _ask(
-        self, method: str, *path: str, body: JsonObject | None = None, timeout_s: float = REQUEST_TIMEOUT_S
+        self,
+        method: str,
+        *path: str,
+        body: JsonObject | None = None,
+        query: Mapping[str, str] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> JsonObject:
         """Send one question and return the answer's object; raise what went wrong."""
         try:
@@ -146,6 +189,7 @@ class EngineClient:
                 method,
                 self._url.joinpath(*path),
                 json=body,
+                params=query,
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
                 allow_redirects=False,

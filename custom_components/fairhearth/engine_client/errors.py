@@ -61,6 +61,36 @@ class NotAllowed(EngineError):
     code = "not_allowed"
 
 
+class PairingClosed(EngineError):
+    """The engine shows no code at the moment, or the code was used up."""
+
+    code = "pairing_closed"
+
+
+class WrongCode(EngineError):
+    """The code is not the one that the engine shows."""
+
+    code = "wrong_code"
+
+
+class UnknownJob(EngineError):
+    """There is no such job, or it was kept long enough."""
+
+    code = "unknown_job"
+
+
+class IdempotencyConflict(EngineError):
+    """The key belongs to a job with another request."""
+
+    code = "idempotency_conflict"
+
+
+class StorageUnavailable(EngineError):
+    """The engine's disk is full or cannot be written."""
+
+    code = "storage_unavailable"
+
+
 class UnknownResident(EngineError):
     """The resident is not set up on the engine, as after its restart."""
 
@@ -139,6 +169,11 @@ _SENT: dict[str, type[EngineError]] = {
         InvalidRequest,
         InvalidToken,
         NotAllowed,
+        PairingClosed,
+        WrongCode,
+        UnknownJob,
+        IdempotencyConflict,
+        StorageUnavailable,
         UnknownResident,
         UnknownModel,
         NotFound,

@@ -79,6 +79,20 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """What a six-digit code was traded for."""
+
+    token: str
+    engine_id: str
+
+    @classmethod
+    def from_wire(cls, body: object) -> Self:
+        """Read the answer of POST `/v1/pair`."""
+        reader = Reader(body, "pairing")
+        return cls(token=reader.text("token"), engine_id=reader.text("engine_id"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentSettings:
     """What the household decided about one resident."""
 
