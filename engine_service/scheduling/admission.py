@@ -15,14 +15,15 @@ head that does not fit is passed over a bounded number of times.
 
 from __future__ import annotations
 
+import heapq
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
+from engine_service.scheduling.flows import FIRST_LOWER_URGENCY, Flow
 from engine_service.scheduling.model import WorkloadClass
 from engine_service.scheduling.records import Record
-from engine_service.scheduling.state import FlowId, State
-
-_FIRST_LOWER_URGENCY = WorkloadClass.AGENT.urgency
+from engine_service.scheduling.state import State
 
 
 class Tier(IntEnum):
@@ -34,38 +35,70 @@ class Tier(IntEnum):
     ORDER = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Candidate:
     """The head of a flow and its place in the order."""
 
-    flow_id: FlowId
+    flow: Flow
     record: Record
     tier: Tier
     urgency: int
 
 
-def candidates(state: State, *, now: float) -> list[Candidate]:
-    """Return the heads in the order they are to be tried."""
-    heads = list(state.heads())
-    due_left = state.due_spent.total(now=now) < state.policy.due_budget
-    spoken = state.someone_speaks(now=now) or state.most_urgent_waiting(now=now) == 0
-    reserve_owed = not spoken and _is_reserve_owed(state, now=now)
-    ordered = []
-    for flow_id, record in heads:
-        urgency = state.urgency(record, now=now)
-        served, arrived_at, request_id = state.serving_key(record, now=now)
-        key: tuple[int, int, float, float, str]
-        if urgency == 0:
-            tier, key = Tier.SPOKEN, (0, served, arrived_at, 0.0, request_id)
-        elif due_left and now >= (due_at := state.due_at(record, urgency=urgency)):
-            tier, key = Tier.DUE, (1, 0, due_at, 0.0, request_id)
-        elif reserve_owed and urgency >= _FIRST_LOWER_URGENCY:
-            tier, key = Tier.RESERVE, (2, served, arrived_at, 0.0, request_id)
-        else:
-            tier, key = Tier.ORDER, (3 + urgency, served, arrived_at, 0.0, request_id)
-        ordered.append((key, Candidate(flow_id=flow_id, record=record, tier=tier, urgency=urgency)))
-    ordered.sort(key=lambda pair: pair[0])
-    return [candidate for _, candidate in ordered]
+_TIERS = (Tier.SPOKEN, Tier.DUE, Tier.RESERVE)
+_Entry = tuple[int, float, float, str, Record]
+"""Rank (0 spoken, 1 due, 2 reserve, from 3 on by urgency), then who is first in it; ids differ."""
+
+
+class Order:
+    """The heads of all flows, first to be tried first; valid for one plan."""
+
+    def __init__(self, state: State, *, now: float) -> None:
+        """Look at who speaks and what the due tier and the reserve may spend, once."""
+        self._state = state
+        self._now = now
+        self._due_left = state.due_spent.total(now=now) < state.policy.due_budget
+        spoken = state.someone_speaks(now=now) or state.most_urgent_waiting(now=now) == 0
+        self._reserve_owed = not spoken and _is_reserve_owed(state, now=now)
+        self._tried: set[Flow] = set()
+        self._heap: list[_Entry] = []
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Look at all flows again (somebody lost its pages), but at none that was tried."""
+        self._heap = [self._entry(flow) for flow in self._state.waiting_flows if flow not in self._tried]
+        heapq.heapify(self._heap)
+
+    def pop(self) -> Candidate | None:
+        """Take the next candidate; its flow is not looked at again unless `put_back` is called."""
+        if not self._heap:
+            return None
+        rank, _, _, _, record = heapq.heappop(self._heap)
+        flow = record.flow
+        self._tried.add(flow)
+        return Candidate(flow, record, Tier.ORDER if rank > 2 else _TIERS[rank], flow.urgency)
+
+    def put_back(self, flow: Flow) -> None:
+        """Let the flow's new head be tried, if it has one (its last one was admitted)."""
+        self._tried.discard(flow)
+        if flow.num_waiting:
+            heapq.heappush(self._heap, self._entry(flow))
+
+    def _entry(self, flow: Flow) -> _Entry:
+        state, urgency = self._state, flow.urgency
+        record = flow.head(state.records)
+        if urgency and self._due_left and self._now >= record.due_at:
+            # Who was demoted is due later than its class.
+            due_at = state.due_at(record, urgency=urgency)
+            if self._now >= due_at:
+                return 1, 0, due_at, record.request_id, record
+        rank = 0 if not urgency else 3 + urgency
+        if urgency >= FIRST_LOWER_URGENCY and self._reserve_owed:
+            rank = 2
+        served = state.services.get(flow.resident_id)
+        if served is None:
+            served = state.served(flow.resident_id, now=self._now)
+        return rank, served, record.arrived_at, record.request_id, record
 
 
 def _is_reserve_owed(state: State, *, now: float) -> bool:
@@ -80,17 +113,19 @@ def has_prefill_slot(state: State, record: Record, *, urgency: int, now: float) 
     longer be overtaken by a fairer choice. A more urgent prompt does not wait for a less urgent one, whose
     half-computed prompt keeps its pages and goes on afterwards.
     """
-    if urgency == 0:
-        return True
+    return urgency == 0 or record.length - record.shared <= prefill_room(state, urgency=urgency, now=now)
+
+
+def prefill_room(state: State, *, urgency: int, now: float) -> float:
+    """Return the longest prompt of this urgency that could be begun now (0: none, inf: any)."""
     if state.policy.sprint and state.someone_speaks(now=now):
-        return False
-    ahead = [
-        r for r in state.prefilling.values() if not r.is_cancelled and state.urgency(r, now=now) <= urgency
-    ]
+        return 0
+    ahead = [r for r in state.prefilling.values() if not r.is_cancelled and r.flow.urgency <= urgency]
     if len(ahead) < state.policy.max_prefilling:
-        return True
-    backlog = sum(r.remaining for r in ahead) + record.length - record.shared
-    return state.known_capacity.mixes_prefill_and_decode and backlog <= state.policy.max_chunk_tokens
+        return math.inf
+    if not state.known_capacity.mixes_prefill_and_decode:
+        return 0
+    return state.policy.max_chunk_tokens - sum([r.remaining for r in ahead])
 
 
 def has_sequence(state: State, *, urgency: int) -> bool:

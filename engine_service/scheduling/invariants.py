@@ -6,10 +6,13 @@ records) to be called by the engine now and then, where its answer becomes the "
 
 from __future__ import annotations
 
+from collections import Counter
+
+from engine_service.scheduling.flows import Flow
 from engine_service.scheduling.model import MICRO, RequestState, ServiceUnit
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.scheduler import Scheduler
-from engine_service.scheduling.state import FlowId, State
+from engine_service.scheduling.state import State
 
 
 class InvariantBroken(Exception):
@@ -67,10 +70,9 @@ def _check_states(state: State) -> None:
     told = {resident_id: count for resident_id, count in state.num_waiting.items() if count}
     if told != waiting:
         raise InvariantBroken("P8", f"waiting counts {told} but {waiting} wait")
-    reachable = sum(1 for _ in state.heads())
-    flows = {(r.class_id, r.resident_id) for r in state.records.values() if r.state is RequestState.WAITING}
-    if reachable != len(flows):
-        raise InvariantBroken("P6", f"{len(flows)} flows wait but {reachable} heads are reachable")
+    for flow in state.waiting_flows:
+        if flow.head(state.records).flow is not flow:
+            raise InvariantBroken("P6", f"the head of {flow.class_id} of {flow.resident_id} is not its own")
 
 
 def _check_groups(state: State) -> None:
@@ -81,13 +83,42 @@ def _check_groups(state: State) -> None:
     spoken = {r.request_id for r in state.holding.values() if r.class_id.is_spoken}
     if spoken != set(state.spoken):
         raise InvariantBroken("P3", f"spoken are {spoken}, noted are {set(state.spoken)}")
-    for counts, belongs in ((state.held_flows, True), (state.waiting_flows, False)):
-        flows: dict[FlowId, int] = {}
-        for record in state.records.values():
-            if record.holds_pages is belongs:
-                flows[record.flow_id] = flows.get(record.flow_id, 0) + 1
-        if {flow_id: count for flow_id, count in counts.items() if count} != flows:
-            raise InvariantBroken("P6", f"flows hold {flows}, noted are {counts}")
+    decoding = {r.request_id for r in state.holding.values() if r.is_decoding}
+    if decoding != {r.request_id for r in state.holding.values() if r.decodes}:
+        raise InvariantBroken("P3", f"decoding are {decoding}, noted are others")
+    if any(not r.decodes or r.is_cancelled or r.request_id not in state.holding for r in state.decodes()):
+        raise InvariantBroken("P3", "somebody would decode who does not")
+    if len(state.decodes()) != sum(1 for r in state.holding.values() if r.decodes and not r.is_cancelled):
+        raise InvariantBroken("P3", "somebody decodes and is forgotten")
+    paused = {r.request_id for r in state.holding.values() if r.state is RequestState.PAUSED}
+    if paused != set(state.paused):
+        raise InvariantBroken("P3", f"paused are {paused}, noted are {set(state.paused)}")
+    leaving = {r.request_id for r in state.holding.values() if r.is_cancelled}
+    if leaving != set(state.leaving):
+        raise InvariantBroken("P8", f"cancelled are {leaving}, noted are {set(state.leaving)}")
+    _check_flows(state)
+
+
+def _check_flows(state: State) -> None:
+    waiting: Counter[Flow] = Counter()
+    held: Counter[Flow] = Counter()
+    for record in state.records.values():
+        if state.flows.get((record.class_id, record.resident_id)) is not record.flow:
+            raise InvariantBroken("P10", "is not in the flow of its class and resident", record)
+        (held if record.holds_pages else waiting)[record.flow] += 1
+    if set(state.waiting_flows) != set(waiting):
+        raise InvariantBroken("P6", f"{len(waiting)} flows wait, {len(state.waiting_flows)} are noted")
+    for flow in state.flows.values():
+        if (flow.num_waiting, flow.num_held) != (waiting[flow], held[flow]):
+            raise InvariantBroken("P6", f"{flow.class_id} of {flow.resident_id} is counted wrongly")
+        if flow.class_id.urgency > flow.urgency:
+            raise InvariantBroken("P10", f"{flow.class_id} of {flow.resident_id} was made more urgent")
+    for counts, by_flow in ((state.waiting_by_urgency, waiting), (state.held_by_urgency, held)):
+        told: Counter[int] = Counter()
+        for flow, count in by_flow.items():
+            told[flow.urgency] += count
+        if [told[urgency] for urgency in range(len(counts))] != counts:
+            raise InvariantBroken("P6", f"by urgency {counts} are noted, {dict(told)} are there")
 
 
 def _check_pages(state: State) -> None:

@@ -14,7 +14,7 @@ papers; vLLM issue 49674 for the zero-progress cascade that the progress rule pr
 
 from __future__ import annotations
 
-from engine_service.scheduling.admission import Candidate, has_sequence
+from engine_service.scheduling.admission import Candidate, has_sequence, prefill_room
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.state import State
 
@@ -43,14 +43,14 @@ def can_anybody_run(state: State, *, now: float) -> bool:
     urgency = state.most_urgent_waiting(now=now)
     if urgency is None:
         return False
+    # Only a spoken prompt may begin where the others leave no room for the shortest.
+    if urgency > 0 and prefill_room(state, urgency=urgency, now=now) < 1:
+        return False
     if has_sequence(state, urgency=urgency) or state.has_borrowers:
         return True
     if state.least_urgent_held(now=now) <= urgency:
         return False
-    return any(
-        state.urgency(record, now=now) > urgency and not (record.is_promised and urgency > 0)
-        for record in _losable(state)
-    )
+    return any(not (r.is_promised and urgency > 0) for r in _losable(state, at_least=urgency + 1))
 
 
 def victims_for(state: State, candidate: Candidate, num_pages: int, *, now: float) -> list[Record]:
@@ -80,25 +80,23 @@ def _by_cheapness(state: State, candidate: Candidate, *, now: float) -> list[Rec
     if not may_borrow and state.least_urgent_held(now=now) <= candidate.urgency:
         return []
     found = []
-    for record in _losable(state):
+    for record in _losable(state, at_least=candidate.urgency):
         if record.is_promised and candidate.urgency > 0:
             continue
-        urgency = state.urgency(record, now=now)
-        is_borrower = may_borrow and state.is_over_cap(record.resident_id)
-        if urgency > candidate.urgency or (is_borrower and urgency >= candidate.urgency):
+        if record.flow.urgency > candidate.urgency or (may_borrow and state.is_over_cap(record.resident_id)):
             served, arrived_at, request_id = state.serving_key(record, now=now)
-            found.append(((-urgency, -served, record.stored, -arrived_at, request_id), record))
+            found.append(((-record.flow.urgency, -served, record.stored, -arrived_at, request_id), record))
     found.sort(key=lambda pair: pair[0])
     return [record for _, record in found]
 
 
-def _losable(state: State) -> list[Record]:
-    """Return who may lose its pages and has made progress; the same for all heads of one plan."""
-    if state.losable is None:
-        state.losable = [
-            r for r in state.holding.values() if is_preemptible(state, r) and has_progressed(state, r)
-        ]
-    return state.losable
+def _losable(state: State, *, at_least: int) -> list[Record]:
+    """Return who is no more urgent than that, may lose its pages and has made progress."""
+    return [
+        r
+        for r in state.holding.values()
+        if r.flow.urgency >= at_least and is_preemptible(state, r) and has_progressed(state, r)
+    ]
 
 
 def _without_unneeded(chosen: list[Record], *, spare_pages: int, spare_sequences: int) -> list[Record]:

@@ -51,6 +51,10 @@ class DailyQuota:
         """Return whether nothing is left today."""
         return self.left(resident_id) == 0
 
+    def exhausted(self) -> frozenset[ResidentId]:
+        """Return who has nothing left today."""
+        return frozenset([resident_id for resident_id in self._limits if self.is_spent(resident_id)])
+
     def is_hard(self, resident_id: ResidentId) -> bool:
         """Return whether an exhausted quota rejects instead of demoting."""
         limit = self._limits.get(resident_id)

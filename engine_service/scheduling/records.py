@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine_service.scheduling.flows import Bill, Flow
 from engine_service.scheduling.model import Request, RequestId, RequestState, ResidentId, WorkloadClass
 
 
@@ -26,7 +27,9 @@ class Record:
     arrived_at: float
     due_at: float
     shared: int  #: leading tokens held by a pinned prefix
-    flow_id: tuple[WorkloadClass, ResidentId] = field(init=False)  #: class and resident, as flows are keyed
+    flow: Flow = field(init=False)  #: its class and resident; set when it is enqueued first
+    bill: Bill | None = None  #: where its tokens are added up; None: to be looked up
+    request_id: RequestId = field(init=False)
     length: int = field(init=False)  #: tokens of the sequence: prompt plus output so far
     state: RequestState = RequestState.WAITING
     admitted_at: float | None = None
@@ -34,8 +37,7 @@ class Record:
     reserved: int = 0
     stored: int = 0
     stored_at_admission: int = 0
-    charged: int = 0
-    output: int = 0  #: output tokens so far
+    charged: int = 0  #: not kept up while it decodes: then `stored` is more
     skips: int = 0  #: requests admitted past this one while it did not fit
     preemptions: int = 0
     first_token_at: float | None = None
@@ -43,18 +45,14 @@ class Record:
     was_due: bool = False  #: admitted out of the due tier, whose budget pays for it
     is_promised: bool = False  #: admitted by the due tier or the reserve: only speech may take its pages
     is_cancelled: bool = False
+    decodes: bool = False  #: noted as decoding in `state` (see `is_decoding`)
     is_new_on_backend: bool = False  #: admitted, and the backend has not reported on it yet
     story: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Derive what is asked for in every iteration."""
-        self.flow_id = (self.request.class_id, self.request.resident_id)
+        self.request_id = self.request.request_id
         self.length = self.request.prompt_tokens
-
-    @property
-    def request_id(self) -> RequestId:
-        """The id of the request."""
-        return self.request.request_id
 
     @property
     def resident_id(self) -> ResidentId:
@@ -65,6 +63,11 @@ class Record:
     def class_id(self) -> WorkloadClass:
         """What the work is."""
         return self.request.class_id
+
+    @property
+    def output(self) -> int:
+        """Output tokens so far."""
+        return self.length - self.request.prompt_tokens
 
     @property
     def remaining(self) -> int:

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import assert_never
 
 from engine_service.scheduling import admission, composition, preemption
-from engine_service.scheduling.admission import Candidate, Tier
+from engine_service.scheduling.admission import Candidate, Order, Tier
 from engine_service.scheduling.counters import Account
 from engine_service.scheduling.decisions import (
     AbortIteration,
@@ -51,6 +50,7 @@ from engine_service.scheduling.events import (
     SequenceResult,
     Ticked,
 )
+from engine_service.scheduling.flows import Bill
 from engine_service.scheduling.model import (
     GUEST,
     HOUSE,
@@ -67,41 +67,11 @@ from engine_service.scheduling.model import (
     pages_for,
 )
 from engine_service.scheduling.records import Record
-from engine_service.scheduling.state import FlowId, InFlight, State
+from engine_service.scheduling.state import InFlight, State
 from engine_service.scheduling.windows import WindowSum
 
 _REBASE_EVERY = 4096
-_LOWER = WorkloadClass.AGENT.urgency
 _NOBODY_STUCK = WorkloadClass.BACKGROUND.urgency + 1
-
-
-_Bill = tuple[FlowId, bool, bool]
-"""Who pays: class and resident, whether the household pays instead, whether the due tier's budget does."""
-
-
-@dataclass(slots=True)
-class _Work:
-    """What one iteration computed on one bill, and its price."""
-
-    fresh: int = 0
-    recomputed: int = 0
-    decoded: int = 0
-    units: int = 0
-    system_units: int = 0
-
-    def add(self, policy: Policy, fresh: int, recomputed: int, decoded: int, micros: int | None) -> None:
-        """Add one request's tokens; micros is its measured time where time is the unit."""
-        units = fresh * policy.prefill_cost + decoded * policy.decode_cost
-        system_units = recomputed * policy.prefill_cost
-        if micros is not None:
-            total = units + system_units
-            units = micros * units // total if total else 0
-            system_units = micros - units
-        self.fresh += fresh
-        self.recomputed += recomputed
-        self.decoded += decoded
-        self.units += units
-        self.system_units += system_units
 
 
 class Scheduler:
@@ -176,6 +146,7 @@ class Scheduler:
             known.setdefault(fixed, Resident(resident_id=fixed))
         known.pop(SYSTEM, None)
         self.state.residents = known
+        self.state.capped = tuple(r for r in known.values() if r.page_cap is not None)
         self.state.counters.set_weights({r.resident_id: r.weight for r in known.values()})
         self.state.quota.set_residents(known.values())
         for resident_id in known:
@@ -314,7 +285,7 @@ class Scheduler:
         if self.state.urgency(record, now=now) != 0 or self._ends_soon(flight, now=now):
             return []
         chunks = [self.state.records.get(chunk.request_id) for chunk in flight.composed.prefills]
-        if not any(r is not None and self.state.urgency(r, now=now) > 0 for r in chunks):
+        if not any(r is not None and r.flow.urgency > 0 for r in chunks):
             return []
         flight.is_aborting = True
         return [AbortIteration()]
@@ -338,7 +309,7 @@ class Scheduler:
             self._forget_waiting(record, now=now)
             # A preempted request still has its tokens and sampler on the backend.
             return [Cancel(request_id=request_id)] if record.preemptions else []
-        record.is_cancelled = True
+        self.state.note_cancelled(record)
         if self.state.in_flight is not None:
             return []
         return self._drop_cancelled()
@@ -350,7 +321,7 @@ class Scheduler:
 
     def _drop_cancelled(self) -> list[Decision]:
         decisions: list[Decision] = []
-        for record in [r for r in self.state.holding.values() if r.is_cancelled]:
+        for record in list(self.state.leaving.values()):
             self._give_back(record)
             self._settle(record)
             self._count(record, "cancelled")
@@ -410,18 +381,37 @@ class Scheduler:
         self.state.num_iterations += 1
         if not event.aborted:
             self.state.estimator.observe(flight.shape, event.seconds)
-        micros = self._micros_of(event)
-        charges: dict[_Bill, _Work] = {}
-        for result in event.results:
-            record = self.state.records.get(result.request_id)
-            if record is not None:
-                self._credit(record, result, micros.get(result.request_id), charges, now=now)
-        for bill, work in charges.items():
-            self._charge(bill, work, now=now)
+        bills = self._credit_all(event, now=now)
+        self._charge_all(bills, now=now)
         if self.state.num_iterations % _REBASE_EVERY == 0:
             self.state.counters.rebase()
         self.state.forget_answers()
         return self._drop_cancelled()
+
+    def _credit_all(self, event: IterationDone, *, now: float) -> list[Bill]:
+        """Take over what the iteration did for each request; return the bills that gained something."""
+        micros = self._micros_of(event)
+        records, growing = self.state.records, self.state.growing
+        bills: list[Bill] = []
+        for result in event.results:
+            record = records.get(result.request_id)
+            if record is None:
+                continue
+            bill = record.bill or self.state.bill(record)
+            if not bill.is_open:
+                bill.is_open = True
+                bills.append(bill)
+            tokens = result.decode_tokens
+            if not record.decodes or result.prefill_tokens or result.finished or result.failed or micros:
+                self._credit(record, result, bill, micros.get(result.request_id, 0), now=now)
+            elif tokens:
+                # Nearly all results are this: one more token of an answer, and nothing else changed.
+                record.length = length = record.length + tokens
+                record.stored = length - 1
+                if length > record.reserved:
+                    growing[record.request_id] = record
+                bill.decoded += tokens
+        return bills
 
     def _micros_of(self, event: IterationDone) -> dict[RequestId, int]:
         """Split the measured time over the results, in whole microseconds; nothing gets lost."""
@@ -440,16 +430,8 @@ class Scheduler:
         split[first] += whole - sum(split.values())
         return split
 
-    def _credit(
-        self,
-        record: Record,
-        result: SequenceResult,
-        micros: int | None,
-        charges: dict[_Bill, _Work],
-        *,
-        now: float,
-    ) -> None:
-        """Take over what the iteration did for one request, and add its price to the bill it belongs to."""
+    def _credit(self, record: Record, result: SequenceResult, bill: Bill, micros: int, *, now: float) -> None:
+        """Take over what the iteration did for one request, and add it to the bill it belongs to."""
         if record.is_new_on_backend:
             self._note_cached(record, result.cached_tokens)
         fresh = recomputed = 0
@@ -460,22 +442,22 @@ class Scheduler:
             record.stored = end
         if result.decode_tokens:
             # The token that was decoded from is stored now; the newest one is not yet.
-            record.output += result.decode_tokens
             record.length += result.decode_tokens
             record.stored = record.length - 1
             if record.first_token_at is None:
                 record.first_token_at = now
         record.charged = max(record.charged, record.stored)
-        if record.is_decoding:
-            # Also a recomputed prompt of which a chunk left exactly the last output token.
-            self.state.prefilling.pop(record.request_id, None)
-            if record.length > record.reserved:
-                self.state.growing[record.request_id] = record
-        bill = (record.flow_id, record.request.paid_by_system, record.was_due)
-        work = charges.get(bill)
-        if work is None:
-            work = charges[bill] = _Work()
-        work.add(self.state.policy, fresh, recomputed, result.decode_tokens, micros)
+        self.state.note_progress(record)
+        bill.fresh += fresh
+        bill.recomputed += recomputed
+        bill.decoded += result.decode_tokens
+        if micros:
+            policy = self.state.policy
+            units = fresh * policy.prefill_cost + result.decode_tokens * policy.decode_cost
+            total = units + recomputed * policy.prefill_cost
+            own = micros * units // total if total else 0
+            bill.micros += own
+            bill.system_micros += micros - own
         if result.finished or result.failed:
             self._finished(record, failed=result.failed)
 
@@ -488,30 +470,37 @@ class Scheduler:
             self._payer(record).cached_tokens += cached
             self.state.class_accounts[record.class_id].cached_tokens += cached
 
-    def _charge(self, bill: _Bill, work: _Work, *, now: float) -> None:
-        """Book the work of one class and resident in one iteration: accounts, counters, quota, windows."""
-        (class_id, resident_id), is_systems, was_due = bill
+    def _charge_all(self, bills: list[Bill], *, now: float) -> None:
+        """Book an iteration: accounts, counters and quotas by bill, windows once."""
         state = self.state
-        for account in (state.account(SYSTEM if is_systems else resident_id), state.class_accounts[class_id]):
-            account.prefill_tokens += work.fresh
-            account.decode_tokens += work.decoded
-        state.recomputed_tokens += work.recomputed
-        units, system_units = work.units, work.system_units
-        if is_systems:
-            units, system_units = 0, units + system_units
-        state.counters.charge_system(system_units)
+        is_timed = state.policy.unit is ServiceUnit.ACCELERATOR_TIME
+        total = lower = due = 0
+        for bill in bills:
+            flow = bill.flow
+            if not bill.is_systems:
+                state.quota.spend(flow.resident_id, bill.fresh + bill.decoded)
+            state.recomputed_tokens += bill.recomputed
+            units, system_units = bill.close(state.policy, is_timed=is_timed)
+            self._charge(bill, units, system_units)
+            total += units
+            if flow.is_lower:
+                lower += units
+            elif flow.is_spoken:
+                self._spoken_window(flow.resident_id).add(units, now=now)
+            if bill.was_due:
+                due += units
+        state.all_service.add(total, now=now)
+        state.lower_service.add(lower, now=now)
+        state.due_spent.add(due, now=now)
+
+    def _charge(self, bill: Bill, units: int, system_units: int) -> None:
+        """Book what one class of one resident got in an iteration, and what it owes."""
+        state, resident_id = self.state, bill.flow.resident_id
+        bill.charged.service += units
+        bill.by_class.service += units
         state.counters.charge(resident_id, units)
-        for account in (state.account(resident_id), state.class_accounts[class_id]):
-            account.service += units
-        if not is_systems:
-            state.quota.spend(resident_id, work.fresh + work.decoded)
-        state.all_service.add(units, now=now)
-        if class_id.urgency >= _LOWER:
-            state.lower_service.add(units, now=now)
-        if class_id.is_spoken:
-            self._spoken_window(resident_id).add(units, now=now)
-        if was_due:
-            state.due_spent.add(units, now=now)
+        if system_units:
+            state.counters.charge_system(system_units)
 
     def _spoken_window(self, resident_id: ResidentId) -> WindowSum:
         spent = self.state.spoken_spent.get(resident_id)
@@ -535,6 +524,7 @@ class Scheduler:
 
     def _plan(self, *, now: float) -> list[Decision]:
         decisions: list[Decision] = []
+        self.state.refresh(now)
         self._drain_overcommitted(decisions, now=now)
         self._grow(decisions, now=now)
         self._admit_all(decisions, now=now)
@@ -546,7 +536,7 @@ class Scheduler:
             return decisions
         self._mark_participants(composed, decisions, now=now)
         order = Compose(
-            decode_ids=tuple(r.request_id for r in composed.decodes),
+            decode_ids=self.state.ids_of(composed.decodes),
             prefills=composed.prefills,
             predicted_s=composed.predicted_s,
         )
@@ -557,15 +547,23 @@ class Scheduler:
     def _mark_participants(
         self, composed: composition.Composition, decisions: list[Decision], *, now: float
     ) -> None:
+        state = self.state
+        num_taking_part = len(composed.decodes) + len(composed.prefills)
+        if not state.paused and num_taking_part == len(state.holding):
+            for record in state.holding.values():
+                record.last_served_at = now
+            return
         taking_part = {r.request_id for r in composed.decodes} | {c.request_id for c in composed.prefills}
-        for record in self.state.holding.values():
+        for record in state.holding.values():
             if record.request_id in taking_part:
                 record.last_served_at = now
                 if record.state is RequestState.PAUSED:
                     record.state = RequestState.RUNNING
+                    del state.paused[record.request_id]
                     decisions.append(Resume(request_id=record.request_id))
             elif record.state is RequestState.RUNNING:
                 record.state = RequestState.PAUSED
+                state.paused[record.request_id] = record
                 record.tell("paused", now=now)
                 decisions.append(Pause(request_id=record.request_id))
 
@@ -578,7 +576,9 @@ class Scheduler:
     def _grow(self, decisions: list[Decision], *, now: float) -> None:
         if not self.state.growing:
             return
-        growing = sorted(self.state.growing.values(), key=lambda r: self.state.order_key(r, now=now))
+        growing = list(self.state.growing.values())
+        if len(growing) > 1:
+            growing.sort(key=lambda r: self.state.order_key(r, now=now))
         self.state.growing.clear()
         for record in growing:
             if record.holds_pages and not record.is_cancelled:
@@ -605,30 +605,30 @@ class Scheduler:
             return
         passed_over: list[Record] = []
         on_loan: list[Candidate] = []
-        tried: set[FlowId] = set()
         stuck_urgency = _NOBODY_STUCK
-        progress = True
-        while progress:
-            progress = False
-            for candidate in admission.candidates(self.state, now=now):
-                if candidate.flow_id in tried or candidate.urgency >= stuck_urgency:
-                    continue
-                outcome = self._try(candidate, decisions, on_loan, now=now)
-                if outcome == "admitted":
-                    for skipped in passed_over:
-                        skipped.skips += 1
-                    progress = True
-                    break
-                tried.add(candidate.flow_id)
-                if outcome == "no_slot":
+        order = Order(self.state, now=now)
+        while (candidate := order.pop()) is not None:
+            if candidate.urgency >= stuck_urgency:
+                if candidate.tier is Tier.ORDER:
+                    break  # from here on the order is that of urgency
+                continue
+            num_before = len(decisions)
+            outcome = self._try(candidate, decisions, on_loan, now=now)
+            if outcome == "admitted":
+                for skipped in passed_over:
+                    skipped.skips += 1
+                order.put_back(candidate.flow)
+                if len(decisions) > num_before + 1:
+                    order.rebuild()  # somebody lost its pages and waits
+            elif outcome == "no_slot":
+                return
+            elif outcome == "no_sequence":
+                # Whoever is no more urgent finds none either: the same holders would have to give way.
+                stuck_urgency = min(stuck_urgency, candidate.urgency)
+            elif outcome == "no_pages":
+                if candidate.record.skips >= self.state.policy.max_skips:
                     return
-                if outcome == "no_sequence":
-                    # Whoever is no more urgent finds none either: the same holders would have to give way.
-                    stuck_urgency = min(stuck_urgency, candidate.urgency)
-                if outcome == "no_pages":
-                    if candidate.record.skips >= self.state.policy.max_skips:
-                        return
-                    passed_over.append(candidate.record)
+                passed_over.append(candidate.record)
         if not passed_over:
             self._lend(on_loan, decisions, now=now)
 

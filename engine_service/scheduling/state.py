@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from engine_service.scheduling.counters import Account, Counters
 from engine_service.scheduling.decisions import Compose
 from engine_service.scheduling.estimator import CostEstimator, IterationShape
+from engine_service.scheduling.flows import Bill, Flow, FlowId
 from engine_service.scheduling.model import (
     MICRO,
+    SYSTEM,
     Capacity,
     FairnessGoal,
     Policy,
     RequestId,
-    RequestState,
     Resident,
     ResidentId,
     WorkloadClass,
@@ -33,11 +34,11 @@ from engine_service.scheduling.quota import DailyQuota
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.windows import WindowSum
 
-FlowId = tuple[WorkloadClass, ResidentId]
 OrderKey = tuple[int, int, float, RequestId]
 _CHAT = WorkloadClass.CHAT
 _CHAT_URGENCY = _CHAT.urgency
 _LOWEST_URGENCY = WorkloadClass.BACKGROUND.urgency
+_NOBODY: frozenset[ResidentId] = frozenset()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +61,8 @@ class State:
     residents: dict[ResidentId, Resident] = field(default_factory=dict)
     records: dict[RequestId, Record] = field(default_factory=dict)
     holding: dict[RequestId, Record] = field(default_factory=dict)
-    flows: dict[FlowId, list[tuple[int, float, RequestId]]] = field(default_factory=dict)
+    flows: dict[FlowId, Flow] = field(default_factory=dict)
+    bills: dict[tuple[Flow, bool, bool], Bill] = field(default_factory=dict)
     num_waiting: dict[ResidentId, int] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     pages: PageLedger = field(default_factory=PageLedger)
@@ -83,13 +85,19 @@ class State:
     waiting_since: dict[ResidentId, float] = field(default_factory=dict)
     prefilling: dict[RequestId, Record] = field(default_factory=dict)  #: holding, prompt not computed
     spoken: dict[RequestId, Record] = field(default_factory=dict)  #: holding, voice or accessibility
-    held_flows: dict[FlowId, int] = field(default_factory=dict)  #: holding requests by flow
-    waiting_flows: dict[FlowId, int] = field(default_factory=dict)  #: waiting requests by flow
+    paused: dict[RequestId, Record] = field(default_factory=dict)  #: holding, sits iterations out
+    leaving: dict[RequestId, Record] = field(default_factory=dict)  #: holding, cancelled
     growing: dict[RequestId, Record] = field(default_factory=dict)  #: decoding beyond their reservation
-    losable: list[Record] | None = None  #: cached by `preemption`; None: ask again
+    waiting_flows: dict[Flow, None] = field(default_factory=dict)  #: flows with something waiting
+    waiting_by_urgency: list[int] = field(default_factory=lambda: [0] * (_LOWEST_URGENCY + 1))
+    held_by_urgency: list[int] = field(default_factory=lambda: [0] * (_LOWEST_URGENCY + 1))
+    capped: tuple[Resident, ...] = ()  #: residents with a page cap
+    _decodes: tuple[Record, ...] | None = field(default=None, init=False)
+    _decode_ids: tuple[RequestId, ...] = field(default=(), init=False)
     _asked_at: float = field(default=-1.0, init=False)
-    _urgencies: dict[FlowId, int] = field(default_factory=dict, init=False)
-    _services: dict[ResidentId, int] = field(default_factory=dict, init=False)
+    _out_of_quota: frozenset[ResidentId] = field(default=_NOBODY, init=False)
+    _out_of_voice: frozenset[ResidentId] = field(default=_NOBODY, init=False)
+    services: dict[ResidentId, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Open the windows of the policy."""
@@ -101,23 +109,60 @@ class State:
         self.due_spent = WindowSum(self.policy.due_window_s)
         self.all_service = WindowSum(self.policy.reserve_window_s)
         self.lower_service = WindowSum(self.policy.reserve_window_s)
+        for flow in self.flows.values():
+            flow.rules = self.policy.classes[flow.class_id]
+
+    # ---- flows
+
+    def flow(self, class_id: WorkloadClass, resident_id: ResidentId) -> Flow:
+        """Return the flow of a class and resident, opening it if needed."""
+        flow = self.flows.get((class_id, resident_id))
+        if flow is None:
+            flow = Flow(class_id=class_id, resident_id=resident_id, rules=self.policy.classes[class_id])
+            flow.urgency = self._urgency_of(flow)
+            self.flows[class_id, resident_id] = flow
+        return flow
+
+    def bill(self, record: Record) -> Bill:
+        """Return where the record's tokens are added up."""
+        is_systems = record.request.paid_by_system
+        key = (record.flow, is_systems, record.was_due)
+        bill = self.bills.get(key)
+        if bill is None:
+            charged = self.account(record.resident_id)
+            bill = self.bills[key] = Bill(
+                flow=record.flow,
+                is_systems=is_systems,
+                was_due=record.was_due,
+                payer=self.account(SYSTEM) if is_systems else charged,
+                charged=charged,
+                by_class=self.class_accounts[record.class_id],
+            )
+        record.bill = bill
+        return bill
 
     # ---- who is waiting
 
     def enqueue(self, record: Record, *, now: float) -> None:
         """Put a waiting record into its flow."""
         resident_id = record.resident_id
-        flow = self.flows.setdefault(record.flow_id, [])
-        heapq.heappush(flow, (0 if record.preemptions else 1, record.arrived_at, record.request_id))
+        flow = record.flow = self.flow(record.class_id, resident_id)
+        heapq.heappush(flow.queue, (0 if record.preemptions else 1, record.arrived_at, record.request_id))
         if not self.num_waiting.get(resident_id):
             self.waiting_since[resident_id] = now
         self.num_waiting[resident_id] = self.num_waiting.get(resident_id, 0) + 1
-        self.waiting_flows[record.flow_id] = self.waiting_flows.get(record.flow_id, 0) + 1
+        flow.num_waiting += 1
+        self.waiting_by_urgency[flow.urgency] += 1
+        self.waiting_flows[flow] = None
 
     def dequeue(self, record: Record, *, now: float) -> None:
         """Note that the record waits no more; its heap entry goes when it surfaces."""
-        resident_id = record.resident_id
-        self.waiting_flows[record.flow_id] -= 1
+        resident_id, flow = record.resident_id, record.flow
+        flow.num_waiting -= 1
+        self.waiting_by_urgency[flow.urgency] -= 1
+        if not flow.num_waiting:
+            flow.queue.clear()
+            del self.waiting_flows[flow]
         self.num_waiting[resident_id] -= 1
         if not self.num_waiting[resident_id]:
             self.counters.left_queue(resident_id)
@@ -127,21 +172,9 @@ class State:
             )
 
     def heads(self) -> Iterator[tuple[FlowId, Record]]:
-        """Yield the oldest waiting record of every flow, in the order the flows came to be."""
-        for flow_id, flow in self.flows.items():
-            if not self.waiting_flows.get(flow_id):
-                flow.clear()
-            while flow:
-                _, arrived_at, request_id = flow[0]
-                record = self.records.get(request_id)
-                if (
-                    record is not None
-                    and record.state is RequestState.WAITING
-                    and record.arrived_at == arrived_at
-                ):
-                    yield flow_id, record
-                    break
-                heapq.heappop(flow)
+        """Yield the oldest waiting record of every flow that has one."""
+        for flow in list(self.waiting_flows):
+            yield (flow.class_id, flow.resident_id), flow.head(self.records)
 
     @property
     def backlogged(self) -> list[ResidentId]:
@@ -158,68 +191,118 @@ class State:
     def hold(self, record: Record) -> None:
         """Note that the record holds pages now, with its prompt still to be computed."""
         self.holding[record.request_id] = self.prefilling[record.request_id] = record
-        self.held_flows[record.flow_id] = self.held_flows.get(record.flow_id, 0) + 1
-        if record.class_id.is_spoken:
+        record.decodes, record.bill = False, None
+        flow = record.flow
+        flow.num_held += 1
+        self.held_by_urgency[flow.urgency] += 1
+        if flow.is_spoken:
             self.spoken[record.request_id] = record
 
     def let_go(self, record: Record) -> None:
         """Note that the record holds nothing any more; harmless if it held nothing."""
         if self.holding.pop(record.request_id, None) is None:
             return
-        self.losable = None
-        self.held_flows[record.flow_id] -= 1
-        for group in (self.prefilling, self.spoken, self.growing):
+        record.charged = max(record.charged, record.stored)
+        record.flow.num_held -= 1
+        self.held_by_urgency[record.flow.urgency] -= 1
+        for group in (self.prefilling, self.spoken, self.growing, self.paused, self.leaving):
             group.pop(record.request_id, None)
+        if record.decodes:
+            record.decodes, self._decodes = False, None
+
+    def note_progress(self, record: Record) -> None:
+        """Note whether the record decodes now: also a recomputed prompt of which one token is left."""
+        if record.is_decoding != record.decodes:
+            record.decodes, self._decodes = not record.decodes, None
+        if record.decodes:
+            self.prefilling.pop(record.request_id, None)
+            if record.length > record.reserved:
+                self.growing[record.request_id] = record
+
+    def note_cancelled(self, record: Record) -> None:
+        """Mark a record that holds pages; it takes part in no further iteration."""
+        record.is_cancelled = True
+        self.leaving[record.request_id] = record
+        self._decodes = None
+
+    def decodes(self) -> tuple[Record, ...]:
+        """Return who decodes, in the order of admission; the same tuple until somebody comes or goes."""
+        if self._decodes is None:
+            self._decodes = tuple([r for r in self.holding.values() if r.decodes and not r.is_cancelled])
+            self._decode_ids = tuple([r.request_id for r in self._decodes])
+        return self._decodes
+
+    def ids_of(self, decodes: tuple[Record, ...]) -> tuple[RequestId, ...]:
+        """Return the ids of records that decode."""
+        return self._decode_ids if decodes is self._decodes else tuple([r.request_id for r in decodes])
 
     # ---- how urgent, how served
 
     def forget_answers(self) -> None:
-        """Forget cached urgencies, services and victims (something was charged or changed)."""
+        """Forget cached urgencies and services (something was charged or changed)."""
         self._asked_at = -1.0
-        self.losable = None
 
-    def _ask(self, now: float) -> None:
-        if now != self._asked_at:
-            self._asked_at = now
-            self._urgencies.clear()
-            self._services.clear()
+    def refresh(self, now: float) -> None:
+        """Bring the urgency of all flows up to date; what was asked since the last event stays."""
+        if now == self._asked_at:
+            return
+        self._asked_at = now
+        self.services.clear()
+        out_of_quota = self.quota.exhausted()
+        out_of_voice = self._silenced(now=now)
+        if out_of_quota != self._out_of_quota or out_of_voice != self._out_of_voice:
+            self._out_of_quota, self._out_of_voice = out_of_quota, out_of_voice
+            for flow in self.flows.values():
+                self._set_urgency(flow, self._urgency_of(flow))
+
+    def _silenced(self, *, now: float) -> frozenset[ResidentId]:
+        bucket = self.policy.voice_bucket
+        spoken = self.spoken_spent.items()
+        return frozenset([r for r, spent in spoken if spent.has_reached(bucket, now=now)]) or _NOBODY
+
+    def _set_urgency(self, flow: Flow, urgency: int) -> None:
+        for counts, number in (
+            (self.waiting_by_urgency, flow.num_waiting),
+            (self.held_by_urgency, flow.num_held),
+        ):
+            counts[flow.urgency] -= number
+            counts[urgency] += number
+        flow.urgency = urgency
+
+    def _urgency_of(self, flow: Flow) -> int:
+        if flow.resident_id in self._out_of_quota:
+            return _LOWEST_URGENCY
+        if flow.is_spoken and flow.resident_id in self._out_of_voice:
+            return _CHAT_URGENCY
+        return flow.own_urgency
 
     def urgency(self, record: Record, *, now: float) -> int:
         """Return the class's urgency, or less where a bucket or a soft quota is exhausted."""
-        return self.flow_urgency(record.flow_id, now=now)
-
-    def flow_urgency(self, flow_id: FlowId, *, now: float) -> int:
-        """Return the urgency that all requests of a class and resident have now."""
-        self._ask(now)
-        urgency = self._urgencies.get(flow_id)
-        if urgency is None:
-            urgency = self._urgencies[flow_id] = self._urgency_of(*flow_id, now=now)
-        return urgency
-
-    def _urgency_of(self, class_id: WorkloadClass, resident_id: ResidentId, *, now: float) -> int:
-        if self.quota.is_spent(resident_id):
-            return _LOWEST_URGENCY
-        if class_id.is_spoken and not self.has_voice_bucket(resident_id, now=now):
-            return _CHAT_URGENCY
-        return class_id.urgency
+        self.refresh(now)
+        return record.flow.urgency
 
     def someone_speaks(self, *, now: float) -> bool:
         """Return whether a spoken request (within its bucket) holds pages."""
-        return any(self.flow_urgency(record.flow_id, now=now) == 0 for record in self.spoken.values())
+        if not self.spoken:
+            return False
+        self.refresh(now)
+        return any(record.flow.urgency == 0 for record in self.spoken.values())
 
     def least_urgent_held(self, *, now: float) -> int:
         """Return the highest urgency number among requests that hold pages (-1 if none does)."""
-        return max(
-            (self.flow_urgency(flow_id, now=now) for flow_id, count in self.held_flows.items() if count),
-            default=-1,
-        )
+        self.refresh(now)
+        for urgency in range(_LOWEST_URGENCY, -1, -1):
+            if self.held_by_urgency[urgency]:
+                return urgency
+        return -1
 
     def most_urgent_waiting(self, *, now: float) -> int | None:
         """Return the lowest urgency number among waiting requests, None if nothing waits."""
-        return min(
-            (self.flow_urgency(flow_id, now=now) for flow_id, count in self.waiting_flows.items() if count),
-            default=None,
-        )
+        self.refresh(now)
+        for urgency, count in enumerate(self.waiting_by_urgency):
+            if count:
+                return urgency
+        return None
 
     def due_at(self, record: Record, *, urgency: int) -> float:
         """Return when the request becomes due.
@@ -227,31 +310,27 @@ class State:
         Whoever competes as another class (bucket or quota exhausted) also waits like it: otherwise a flood
         of voice would come back through the due tier.
         """
-        if urgency == record.class_id.urgency:
+        if urgency == record.flow.own_urgency:
             return record.due_at
         stand_in = _CHAT if urgency == _CHAT_URGENCY else WorkloadClass.BACKGROUND
         return record.arrived_at + max(
             self.policy.classes[stand_in].max_wait_s, self.policy.classes[record.class_id].max_wait_s
         )
 
-    def has_voice_bucket(self, resident_id: ResidentId, *, now: float) -> bool:
-        """Return whether the resident may still speak ahead of the order."""
-        spent = self.spoken_spent.get(resident_id)
-        return spent is None or spent.total(now=now) < self.policy.voice_bucket
-
     def serving_key(self, record: Record, *, now: float) -> tuple[int, float, RequestId]:
         """Least served first, then oldest, then by id: no tie is left to chance."""
-        return (self._served(record.resident_id, now=now), record.arrived_at, record.request_id)
+        return (self.served(record.resident_id, now=now), record.arrived_at, record.request_id)
 
     def order_key(self, record: Record, *, now: float) -> OrderKey:
         """Return urgency and then the serving key."""
         return (self.urgency(record, now=now), *self.serving_key(record, now=now))
 
-    def _served(self, resident_id: ResidentId, *, now: float) -> int:
-        self._ask(now)
-        served = self._services.get(resident_id)
+    def served(self, resident_id: ResidentId, *, now: float) -> int:
+        """Return what the household's idea of equal compares: less goes first."""
+        self.refresh(now)
+        served = self.services.get(resident_id)
         if served is None:
-            served = self._services[resident_id] = self._served_of(resident_id, now=now)
+            served = self.services[resident_id] = self._served_of(resident_id, now=now)
         return served
 
     def _served_of(self, resident_id: ResidentId, *, now: float) -> int:
@@ -279,7 +358,10 @@ class State:
 
     def account(self, resident_id: ResidentId) -> Account:
         """Return the resident's account, opening it if needed."""
-        return self.accounts.setdefault(resident_id, Account())
+        account = self.accounts.get(resident_id)
+        if account is None:
+            account = self.accounts[resident_id] = Account()
+        return account
 
     # ---- memory: one formula for everybody
 
@@ -324,6 +406,8 @@ class State:
 
     def is_over_cap(self, resident_id: ResidentId, *, more_pages: int = 0) -> bool:
         """Return whether the resident holds (or would hold) more than its page cap."""
+        if not self.capped:
+            return False
         resident = self.residents.get(resident_id)
         if resident is None or resident.page_cap is None:
             return False
@@ -332,4 +416,6 @@ class State:
     @property
     def has_borrowers(self) -> bool:
         """Return whether some resident holds more than its page cap."""
-        return any(self.is_over_cap(resident_id) for resident_id in self.residents)
+        return any(
+            self.pages.held_by(r.resident_id) > r.page_cap for r in self.capped if r.page_cap is not None
+        )

@@ -38,6 +38,10 @@ class WindowSum:
         self._expire(now)
         return self._total
 
+    def has_reached(self, amount: int, *, now: float) -> bool:
+        """Return whether `total` is at least amount; cheap as long as that is out of reach."""
+        return self._total >= amount and self.total(now=now) >= amount
+
     def _expire(self, now: float) -> None:
         oldest = int(now / self._slot_s) - _SLOTS
         while self._slots and self._slots[0][0] <= oldest:

@@ -5,6 +5,7 @@ Each mutant is the smallest subclass that makes the mistake; `BREAKS` says which
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Final
 
@@ -12,10 +13,10 @@ from engine_service.scheduling import admission
 from engine_service.scheduling.admission import Candidate, Tier
 from engine_service.scheduling.counters import Counters
 from engine_service.scheduling.decisions import Cancel, Decision
+from engine_service.scheduling.flows import Bill
 from engine_service.scheduling.model import Policy, ResidentId
 from engine_service.scheduling.quota import DailyQuota
-from engine_service.scheduling.records import Record
-from engine_service.scheduling.scheduler import Scheduler, _Bill, _Work
+from engine_service.scheduling.scheduler import Scheduler
 from engine_service.scheduling.state import State
 
 
@@ -58,14 +59,11 @@ class ArtifactLift(_Replaced):
 
 
 class _AgeingState(State):
-    def urgency(self, record: Record, *, now: float) -> int:
-        return 0 if now >= record.due_at else super().urgency(record, now=now)
-
-    def least_urgent_held(self, *, now: float) -> int:
-        return max((self.urgency(r, now=now) for r in self.holding.values()), default=-1)
-
-    def most_urgent_waiting(self, *, now: float) -> int | None:
-        return min((self.urgency(r, now=now) for _, r in self.heads()), default=None)
+    def refresh(self, now: float) -> None:
+        super().refresh(now)
+        for record in self.records.values():
+            if now >= record.due_at:
+                self._set_urgency(record.flow, 0)
 
 
 class AgeingChangesClass(_Replaced):
@@ -77,11 +75,8 @@ class AgeingChangesClass(_Replaced):
 class ChargesDecodeOnly(Scheduler):
     """Prompts are free."""
 
-    def _charge(self, bill: _Bill, work: _Work, *, now: float) -> None:
-        prompts = work.fresh * self.state.policy.prefill_cost
-        work.units -= prompts
-        work.system_units += prompts
-        super()._charge(bill, work, now=now)
+    def __init__(self, policy: Policy | None = None) -> None:
+        super().__init__(dataclasses.replace(policy or Policy(), prefill_cost=0))
 
 
 class _PerRequestCounters(Counters):
@@ -108,11 +103,11 @@ class ReserveIgnoresVoice(Scheduler):
         super()._admit_all(decisions, now=now)
         state = self.state
         lower = [(f, r) for f, r in state.heads() if r.class_id.urgency >= 2]
-        for flow_id, record in lower:
+        for _, record in lower:
             reserved = state.admission_tokens(record)
             need = state.pages_needed(record, reserved)
             if admission.has_sequence(state, urgency=4) and admission.fits(state, need, urgency=4):
-                candidate = Candidate(flow_id=flow_id, record=record, tier=Tier.RESERVE, urgency=4)
+                candidate = Candidate(record.flow, record, Tier.RESERVE, 4)
                 self._admit(candidate, reserved, need, decisions, now=now)
 
 
@@ -138,9 +133,8 @@ class CancelKeepsPages(Scheduler):
 class VictimPaysRecompute(Scheduler):
     """Recomputation after a preemption is charged to the resident who lost its memory."""
 
-    def _charge(self, bill: _Bill, work: _Work, *, now: float) -> None:
-        work.units, work.system_units = work.units + work.system_units, 0
-        super()._charge(bill, work, now=now)
+    def _charge(self, bill: Bill, units: int, system_units: int) -> None:
+        super()._charge(bill, units + system_units, 0)
 
 
 class _FixedDayQuota(DailyQuota):
