@@ -33,7 +33,7 @@ RESERVED_RESIDENT_IDS: Final = frozenset({GUEST, HOUSE, "system"})
 
 
 class WorkloadClass(StrEnum):
-    """What the work is, in the engine's words."""
+    """What the work is, in the engine's words; the most urgent first."""
 
     VOICE = "voice"
     ACCESSIBILITY = "accessibility"
@@ -41,6 +41,12 @@ class WorkloadClass(StrEnum):
     AGENT = "agent"
     EMBEDDING = "embedding"
     BACKGROUND = "background"
+
+
+def least_urgent(one: WorkloadClass, other: WorkloadClass) -> WorkloadClass:
+    """Return the class that waits longer; they stand in order of urgency."""
+    order = list(WorkloadClass)
+    return max(one, other, key=order.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,8 @@ from .engine_client import (
     EngineInfo,
     FairnessSnapshot,
     InvalidToken,
+    Job,
+    JobOrder,
     ProtocolError,
     UnknownResident,
     check_schema_version,
@@ -123,6 +125,14 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         except InvalidToken:
             self.config_entry.async_start_reauth(self.hass)
             raise
+
+    async def async_submit_job(self, order: JobOrder) -> Job:
+        """Order a durable job; an engine that forgot the residents is told and asked once more."""
+        try:
+            return await self.client.submit_job(order)
+        except UnknownResident:
+            await self.async_register_residents()
+            return await self.client.submit_job(order)
 
     async def _async_connect(self) -> None:
         """Ask who answers, check that it is this entry's engine, and tell it the residents."""

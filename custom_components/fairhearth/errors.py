@@ -18,16 +18,21 @@ from .engine_client import (
     EngineError,
     EngineStopping,
     GenerationFailed,
+    IdempotencyConflict,
     InvalidRequest,
     InvalidToken,
+    MethodNotAllowed,
     NotAllowed,
+    NotFound,
     PromptTooLong,
     ProtocolError,
     QueueFull,
     QuotaExhausted,
     RequestTooLarge,
+    StorageUnavailable,
     TooManyFailures,
     TooManyRequests,
+    UnknownJob,
     UnknownModel,
     UnknownResident,
 )
@@ -48,6 +53,11 @@ _KEYS: Final[dict[type[EngineError], str]] = {
     QueueFull: "queue_full",
     EngineStopping: "engine_unavailable",
     GenerationFailed: "generation_failed",
+    UnknownJob: "unknown_job",
+    IdempotencyConflict: "idempotency_conflict",
+    StorageUnavailable: "storage_unavailable",
+    NotFound: "not_supported",
+    MethodNotAllowed: "not_supported",
 }
 
 

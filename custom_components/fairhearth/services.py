@@ -1,4 +1,8 @@
-"""The actions: ask the engine for a text directly, from an automation or a script."""
+"""The actions: ask the engine for a text directly, or order one as a durable job, and look after jobs.
+
+Whoever calls is charged. Naming another resident, a more urgent class or somebody else's job takes an
+administrator, or the home itself: automations without a user are written by administrators.
+"""
 
 from __future__ import annotations
 
@@ -19,36 +23,82 @@ from homeassistant.exceptions import ServiceValidationError, Unauthorized
 from homeassistant.helpers import config_validation as cv
 from homeassistant.helpers.trace import trace_id_get
 
-from .attribution import Attribution, Origin, WorkloadClass, attribute
+from .attribution import Attribution, Origin, WorkloadClass, attribute, least_urgent
 from .const import CONF_MAX_TOKENS, CONF_TEMPERATURE, DEFAULT_TASK_MAX_TOKENS, DOMAIN
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
-from .engine_client import ChatRequest, EngineError, Finished, JsonObject, Message, TextDelta
+from .engine_client import ChatRequest, EngineError, Finished, Job, JobOrder, JsonObject, Message, TextDelta
 from .errors import as_home_assistant_error
+from .jobs import job_fields
 from .residents import rules_of
 
 SERVICE_GENERATE: Final = "generate"
+SERVICE_SUBMIT_SUMMARY: Final = "submit_summary"
+SERVICE_GET_JOB: Final = "get_job"
+SERVICE_CANCEL_JOB: Final = "cancel_job"
+SERVICE_LIST_JOBS: Final = "list_jobs"
 
 ATTR_PROMPT: Final = "prompt"
 ATTR_INSTRUCTIONS: Final = "instructions"
 ATTR_RESIDENT: Final = "resident"
 ATTR_WORKLOAD_CLASS: Final = "workload_class"
+ATTR_TEXT: Final = "text"
+ATTR_TITLE: Final = "title"
+ATTR_IDEMPOTENCY_KEY: Final = "idempotency_key"
+ATTR_DEADLINE: Final = "deadline"
+ATTR_KEEP: Final = "keep"
+ATTR_JOB_ID: Final = "job_id"
+ATTR_STATE: Final = "state"
+ATTR_LIMIT: Final = "limit"
+
+MAX_TITLE_CHARACTERS: Final = 128
 
 CHOSEN_CLASSES: Final = (WorkloadClass.CHAT, WorkloadClass.AGENT, WorkloadClass.BACKGROUND)
 """Classes that a caller may choose; that someone speaks is known from where a request comes from, not
 claimed."""
 
+JOB_STATES: Final = ("submitted", "running", "finished", "failed", "cancelled", "expired")
+
+SUMMARY_INSTRUCTIONS: Final = (
+    "Sum up the text. Keep names, numbers and dates as they are, leave out what does not matter, and invent "
+    "nothing. Answer in the language of the text."
+)
+
+_ENGINE: Final = {probatio.Optional(ATTR_CONFIG_ENTRY_ID): cv.string}
+_ORDER: Final = {
+    **_ENGINE,
+    probatio.Optional(ATTR_INSTRUCTIONS): cv.string,
+    probatio.Optional(ATTR_RESIDENT): cv.string,
+    probatio.Optional(CONF_MAX_TOKENS, default=DEFAULT_TASK_MAX_TOKENS): probatio.All(
+        probatio.Coerce(int), probatio.Range(min=1)
+    ),
+    probatio.Optional(CONF_TEMPERATURE): probatio.All(probatio.Coerce(float), probatio.Range(min=0, max=2)),
+}
+
 GENERATE_SCHEMA: Final = probatio.Schema(
     {
-        probatio.Optional(ATTR_CONFIG_ENTRY_ID): cv.string,
+        **_ORDER,
         probatio.Required(ATTR_PROMPT): cv.string,
-        probatio.Optional(ATTR_INSTRUCTIONS): cv.string,
-        probatio.Optional(ATTR_RESIDENT): cv.string,
         probatio.Optional(ATTR_WORKLOAD_CLASS): probatio.In([str(item) for item in CHOSEN_CLASSES]),
-        probatio.Optional(CONF_MAX_TOKENS, default=DEFAULT_TASK_MAX_TOKENS): probatio.All(
-            probatio.Coerce(int), probatio.Range(min=1)
-        ),
-        probatio.Optional(CONF_TEMPERATURE): probatio.All(
-            probatio.Coerce(float), probatio.Range(min=0, max=2)
+    }
+)
+SUBMIT_SUMMARY_SCHEMA: Final = probatio.Schema(
+    {
+        **_ORDER,
+        probatio.Required(ATTR_TEXT): probatio.All(cv.string, probatio.Length(min=1)),
+        probatio.Optional(ATTR_TITLE): probatio.All(cv.string, probatio.Length(max=MAX_TITLE_CHARACTERS)),
+        probatio.Optional(ATTR_IDEMPOTENCY_KEY): probatio.All(cv.string, probatio.Length(min=1, max=128)),
+        probatio.Optional(ATTR_DEADLINE): cv.positive_time_period,
+        probatio.Optional(ATTR_KEEP): cv.positive_time_period,
+    }
+)
+JOB_SCHEMA: Final = probatio.Schema({**_ENGINE, probatio.Required(ATTR_JOB_ID): cv.string})
+LIST_JOBS_SCHEMA: Final = probatio.Schema(
+    {
+        **_ENGINE,
+        probatio.Optional(ATTR_STATE): probatio.In(JOB_STATES),
+        probatio.Optional(ATTR_RESIDENT): cv.string,
+        probatio.Optional(ATTR_LIMIT, default=100): probatio.All(
+            probatio.Coerce(int), probatio.Range(min=1, max=1000)
         ),
     }
 )
@@ -57,33 +107,105 @@ GENERATE_SCHEMA: Final = probatio.Schema(
 @callback
 def async_setup_services(hass: HomeAssistant) -> None:
     """Register the actions."""
-    hass.services.async_register(
-        DOMAIN,
-        SERVICE_GENERATE,
-        _async_generate,
-        schema=GENERATE_SCHEMA,
-        supports_response=SupportsResponse.ONLY,
-    )
+    only, optional = SupportsResponse.ONLY, SupportsResponse.OPTIONAL
+    for name, handler, schema, supports_response in (
+        (SERVICE_GENERATE, _async_generate, GENERATE_SCHEMA, only),
+        (SERVICE_SUBMIT_SUMMARY, _async_submit_summary, SUBMIT_SUMMARY_SCHEMA, optional),
+        (SERVICE_GET_JOB, _async_get_job, JOB_SCHEMA, only),
+        (SERVICE_CANCEL_JOB, _async_cancel_job, JOB_SCHEMA, optional),
+        (SERVICE_LIST_JOBS, _async_list_jobs, LIST_JOBS_SCHEMA, only),
+    ):
+        hass.services.async_register(
+            DOMAIN, name, handler, schema=schema, supports_response=supports_response
+        )
 
 
 async def _async_generate(call: ServiceCall) -> ServiceResponse:
     """Answer one prompt and tell what it cost."""
     coordinator = _coordinator(call)
     attribution = await _async_attribution(call, coordinator)
-    instructions = call.data.get(ATTR_INSTRUCTIONS)
-    messages = [Message(role="system", content=instructions)] if instructions else []
-    request = ChatRequest(
-        messages=(*messages, Message(role="user", content=call.data[ATTR_PROMPT])),
-        resident=attribution.resident_id,
-        workload_class=attribution.workload_class,
-        max_tokens=call.data[CONF_MAX_TOKENS],
-        temperature=call.data.get(CONF_TEMPERATURE),
-    )
+    request = _request(call, attribution, call.data.get(ATTR_INSTRUCTIONS), call.data[ATTR_PROMPT])
     try:
         text, finished = await _async_collect(coordinator, request)
     except EngineError as err:
         raise as_home_assistant_error(err) from err
     return {"text": text, **attribution_fields(attribution), **measured_fields(finished)}
+
+
+def _request(call: ServiceCall, attribution: Attribution, instructions: str | None, text: str) -> ChatRequest:
+    messages = [Message(role="system", content=instructions)] if instructions else []
+    return ChatRequest(
+        messages=(*messages, Message(role="user", content=text)),
+        resident=attribution.resident_id,
+        workload_class=attribution.workload_class,
+        max_tokens=call.data[CONF_MAX_TOKENS],
+        temperature=call.data.get(CONF_TEMPERATURE),
+    )
+
+
+async def _async_submit_summary(call: ServiceCall) -> ServiceResponse:
+    """Order a summary that arrives even if the engine restarts meanwhile; return the job at once."""
+    coordinator = _coordinator(call)
+    attribution = await _async_attribution(call, coordinator)
+    instructions = call.data.get(ATTR_INSTRUCTIONS, SUMMARY_INSTRUCTIONS)
+    deadline, keep = call.data.get(ATTR_DEADLINE), call.data.get(ATTR_KEEP)
+    order = JobOrder(
+        request=_request(call, attribution, instructions, call.data[ATTR_TEXT]),
+        title=call.data.get(ATTR_TITLE),
+        idempotency_key=call.data.get(ATTR_IDEMPOTENCY_KEY),
+        deadline_s=None if deadline is None else deadline.total_seconds(),
+        keep_s=None if keep is None else keep.total_seconds(),
+    )
+    try:
+        job = await coordinator.async_submit_job(order)
+    except EngineError as err:
+        raise as_home_assistant_error(err) from err
+    return job_fields(job)
+
+
+async def _async_get_job(call: ServiceCall) -> ServiceResponse:
+    """Return one job with its text, or with what is written of it so far."""
+    job = await _async_own_job(call, _coordinator(call))
+    return {**job_fields(job), "text": job.text, "finish_reason": job.finish_reason}
+
+
+async def _async_cancel_job(call: ServiceCall) -> ServiceResponse:
+    """Cancel one job; return how it stands now."""
+    coordinator = _coordinator(call)
+    await _async_own_job(call, coordinator)
+    try:
+        return job_fields(await coordinator.client.cancel_job(call.data[ATTR_JOB_ID]))
+    except EngineError as err:
+        raise as_home_assistant_error(err) from err
+
+
+async def _async_list_jobs(call: ServiceCall) -> ServiceResponse:
+    """Return the jobs that the caller may see, newest first."""
+    coordinator = _coordinator(call)
+    resident = call.data.get(ATTR_RESIDENT)
+    if not await _async_may_act_for_others(call):
+        own = _caller(call, coordinator).resident_id
+        if resident not in (None, own):
+            raise Unauthorized(context=call.context)
+        resident = own
+    try:
+        jobs = await coordinator.client.jobs(
+            state=call.data.get(ATTR_STATE), resident=resident, limit=call.data[ATTR_LIMIT]
+        )
+    except EngineError as err:
+        raise as_home_assistant_error(err) from err
+    return {"jobs": [job_fields(job) for job in jobs]}
+
+
+async def _async_own_job(call: ServiceCall, coordinator: FairhearthCoordinator) -> Job:
+    """Return the job that was named, if the caller may see it."""
+    try:
+        job = await coordinator.client.job(call.data[ATTR_JOB_ID])
+    except EngineError as err:
+        raise as_home_assistant_error(err) from err
+    if job.resident != _caller(call, coordinator).resident_id and not await _async_may_act_for_others(call):
+        raise Unauthorized(context=call.context)
+    return job
 
 
 async def _async_collect(
@@ -141,17 +263,20 @@ def _coordinator(call: ServiceCall) -> FairhearthCoordinator:
     return entries[0].runtime_data
 
 
+def _caller(call: ServiceCall, coordinator: FairhearthCoordinator) -> Attribution:
+    """Return who calls, and as what the work counts if nothing is said."""
+    origin = Origin(
+        user_id=call.context.user_id,
+        parent_user_id=coordinator.context_users.user_of(call.context.parent_id),
+        is_traced=trace_id_get() is not None,
+        is_task=True,
+    )
+    return attribute(origin, rules_of(call.hass, coordinator.config_entry))
+
+
 async def _async_attribution(call: ServiceCall, coordinator: FairhearthCoordinator) -> Attribution:
     """Return who is charged: the resident who was named where the caller may name one, else who called."""
-    caller = attribute(
-        Origin(
-            user_id=call.context.user_id,
-            parent_user_id=coordinator.context_users.user_of(call.context.parent_id),
-            is_traced=trace_id_get() is not None,
-            is_task=True,
-        ),
-        rules_of(call.hass, coordinator.config_entry),
-    )
+    caller = _caller(call, coordinator)
     resident_id = call.data.get(ATTR_RESIDENT, caller.resident_id)
     if resident_id not in coordinator.data.residents:
         raise ServiceValidationError(
@@ -162,16 +287,18 @@ async def _async_attribution(call: ServiceCall, coordinator: FairhearthCoordinat
                 "residents": ", ".join(sorted(coordinator.data.residents)),
             },
         )
-    if resident_id != caller.resident_id and not await _async_may_charge_others(call):
+    may_act_for_others = await _async_may_act_for_others(call)
+    if resident_id != caller.resident_id and not may_act_for_others:
         raise Unauthorized(context=call.context)
-    chosen = call.data.get(ATTR_WORKLOAD_CLASS)
-    return Attribution(
-        resident_id=resident_id,
-        workload_class=WorkloadClass(chosen) if chosen else caller.workload_class,
-    )
+    chosen = WorkloadClass(call.data.get(ATTR_WORKLOAD_CLASS, caller.workload_class))
+    if not may_act_for_others:
+        # Someone who presses a button waits for it; in a script or an automation nobody does.
+        most = WorkloadClass.BACKGROUND if trace_id_get() is not None else WorkloadClass.CHAT
+        chosen = least_urgent(chosen, most)
+    return Attribution(resident_id=resident_id, workload_class=chosen)
 
 
-async def _async_may_charge_others(call: ServiceCall) -> bool:
+async def _async_may_act_for_others(call: ServiceCall) -> bool:
     """Return whether the caller may spend another resident's share: an administrator, or the home itself."""
     if call.context.user_id is None:
         return True

@@ -12,7 +12,8 @@ from custom_components.fairhearth.const import DOMAIN
 from engine_service import errors as sent
 from homeassistant.core import Context, HomeAssistant
 from homeassistant.exceptions import HomeAssistantError, ServiceValidationError, Unauthorized
-from tests.ha.fake_engine import Answer, FakeEngine
+from homeassistant.setup import async_setup_component
+from tests.ha.fake_engine import Answer, FakeEngine, caller_of
 
 
 async def generate(hass: HomeAssistant, context: Context | None = None, **data: Any) -> Any:
@@ -60,6 +61,26 @@ async def test_only_an_administrator_may_charge_another_resident(
     assert (await generate(hass, Context(user_id=user.id), resident="guest"))["resident"] == "guest"
     assert (await generate(hass, Context(user_id=admin.id), resident="alice"))["resident"] == "alice"
     assert len(engine.chats) == 3
+
+
+async def test_someone_who_is_no_administrator_can_only_lower_the_urgency(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    """Pressed by hand, chat is the most; in a script nobody waits."""
+    await hass.auth.async_create_user("Owner", group_ids=["system-admin"])
+    user = await hass.auth.async_create_user("Bob", group_ids=["system-users"])
+    context = Context(user_id=user.id)
+    assert (await generate(hass, context, workload_class="chat"))["workload_class"] == "chat"
+    assert (await generate(hass, context, workload_class="agent"))["workload_class"] == "agent"
+    assert (await generate(hass, context))["workload_class"] == "background"
+    action = {
+        "action": "fairhearth.generate",
+        "data": {"prompt": "Hi", "workload_class": "chat"},
+        "response_variable": "answer",
+    }
+    assert await async_setup_component(hass, "script", {"script": {"ask": {"sequence": [action]}}})
+    await hass.services.async_call("script", "ask", blocking=True, context=context)
+    assert caller_of(engine.chats[-1]).class_id == "background"
 
 
 @pytest.mark.parametrize(

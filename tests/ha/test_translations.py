@@ -9,10 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import probatio
 import pytest
+import yaml
 
 import custom_components.fairhearth
-from custom_components.fairhearth import config_flow, errors, number, sensor
+from custom_components.fairhearth import config_flow, errors, number, sensor, services
 from custom_components.fairhearth.attribution import WorkloadClass
 
 ROOT = Path(custom_components.fairhearth.__file__).parent
@@ -81,10 +83,22 @@ def test_every_field_of_a_dialog_has_a_name_and_a_description() -> None:
             assert step["data"].keys() == step["data_description"].keys()
 
 
-def test_the_action_is_described() -> None:
-    fields = re.findall(r"^    (\w+):$", (ROOT / "services.yaml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert TEXTS["services"]["generate"]["fields"].keys() == set(fields)
-    assert ICONS["services"].keys() == TEXTS["services"].keys()
+def test_the_actions_are_described() -> None:
+    described = yaml.safe_load((ROOT / "services.yaml").read_text(encoding="utf-8"))
+    assert described.keys() == TEXTS["services"].keys() == ICONS["services"].keys()
+    schemas = {
+        "generate": services.GENERATE_SCHEMA,
+        "submit_summary": services.SUBMIT_SUMMARY_SCHEMA,
+        "get_job": services.JOB_SCHEMA,
+        "cancel_job": services.JOB_SCHEMA,
+        "list_jobs": services.LIST_JOBS_SCHEMA,
+    }
+    assert described.keys() == schemas.keys()
+    for name, schema in schemas.items():
+        fields = {str(key) for key in schema.schema}
+        assert described[name]["fields"].keys() == TEXTS["services"][name]["fields"].keys() == fields
+        required = {str(key) for key in schema.schema if isinstance(key, probatio.Required)}
+        assert required == {key for key, row in described[name]["fields"].items() if row.get("required")}
 
 
 @pytest.mark.parametrize("word", ["p95", "KV", "token_", "TTFT", "prefill", "decode", "preempt", "queue"])
