@@ -227,8 +227,9 @@ class Backend(Protocol):
         """Run one iteration over exactly these.
 
         A prefill that computes the last prompt token also samples the first output token. Faults of one
-        request come back in its outcome. Raises BackendError when everything is lost; any other exception
-        means that nothing of this step was kept.
+        request come back in its outcome; there is one for every request named, also where nothing was kept.
+        Raises BackendError when everything is lost; any other exception means that nothing of this step was
+        kept.
         """
         ...
 
@@ -237,5 +238,5 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the device."""
+        """Free the device; again: nothing. Later uses (tokenizer, validate) raise BackendError."""
         ...

@@ -2,7 +2,9 @@
 
 Decides nothing: every choice comes out of `Scheduler.handle`. The scheduler is guarded by one lock, so
 that an arrival can be noted, and a prefill under way aborted, while the thread is inside the backend. All
-calls of the backend come from the thread, except `abort`.
+calls of the backend come from the thread, except `abort`. A backend that is lost, or that hangs, is
+replaced by a new one; a thread that hangs inside of a backend cannot be ended, so it is left to itself and
+another takes over.
 
     event loop                         engine thread
     submit -> Arrived  ---(lock)--->   orders queue: Admit, Preempt, ..., Compose
@@ -20,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import assert_never
@@ -40,7 +42,10 @@ from engine_service.backends.base import (
 )
 from engine_service.engine.eventlog import EventLog
 from engine_service.engine.metrics import Observer, Snapshot, Timers
+from engine_service.engine.outcomes import Asked, Misreported, judged
 from engine_service.engine.sessions import Accepted, Delta, Finished, Order, Session, SessionEvent, Timings
+from engine_service.engine.tokenizing import CurrentTokenizer, being_loaded
+from engine_service.engine.watchdog import Alarm, Watchdog
 from engine_service.errors import (
     EngineError,
     EngineStopping,
@@ -98,6 +103,11 @@ _LOGGER = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 0.005
 _READY_WITHIN_S = 60.0
 _TICK_S = 1.0
+_JOIN_S = 10.0
+_MOST_UNDELIVERED = 64
+"""Iterations the event loop may be behind before the thread waits for it."""
+
+_A_DECODE = Asked(num_tokens=0, may_speak=True)
 _FIXED_NAMES = {GUEST: "Guest", HOUSE: "House"}
 
 
@@ -141,6 +151,10 @@ class _Batch:
     events: list[tuple[Session, SessionEvent | EngineError]] = field(default_factory=list)
 
 
+class _Superseded(Exception):
+    """Another thread took over while this one hung inside of a backend."""
+
+
 class Engine:
     """Serves a household with one backend."""
 
@@ -158,10 +172,13 @@ class Engine:
         event_log: Path | None = None,
         window_s: float = 300.0,
         policy_name: str = "fairhearth",
+        patience_s: float = 120.0,
     ) -> None:
         """Take over a loaded backend; nothing runs before `start`.
 
-        rebuild makes a new backend after the old one was lost; without it the engine stops serving.
+        rebuild makes a new backend after the old one was lost; without it the engine stops serving. An
+        iteration that lasts longer than patience_s is stopped; one that cannot be stopped means that the
+        backend is lost.
         """
         self._backend = backend
         self._policy = policy or Policy()
@@ -179,15 +196,24 @@ class Engine:
         self._live: dict[RequestId, _Live] = {}
         self._pinned: dict[RequestId, _Pinned] = {}
         self._ids = itertools.count(1)
+        self._tokenizer = CurrentTokenizer(lambda: self._backend.tokenizer)
+        self._is_rebuilding = False
+        self._tick_s = min(_TICK_S, patience_s / 4)
+        self._watchdog = Watchdog(patience_s, look_every_s=self._tick_s)
+        self._turn = 0
+        self._is_in_backend = False
+        self._undelivered = threading.Semaphore(_MOST_UNDELIVERED)
         self._thread: threading.Thread | None = None
+        self._hanging: dict[threading.Thread, Backend] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self._is_stopped = False
         self._failure: str | None = None
+        self._has_failed = asyncio.Event()
         self._is_stepping = False
         self._abort_before_step = False
-        self._last_iteration_at = clock()
+        self._last_iteration_at = self._busy_since = clock()
         self._version = 0
         self._changed = asyncio.Event()
 
@@ -200,7 +226,7 @@ class Engine:
             self._tell(PolicyChanged(policy=self._scheduler.state.policy))
             self._tell(ResidentsChanged(residents=self._initial_residents))
             self._tell(CapacityChanged(capacity=self._backend.capacity))
-        self._thread = threading.Thread(target=self._run, name="fairhearth-engine", daemon=True)
+        self._thread = self._new_thread()
         self._thread.start()
         for coroutine in (self._keep_days(), self._keep_ticking()):
             task = self._loop.create_task(coroutine)
@@ -223,10 +249,17 @@ class Engine:
         with self._wakeup:
             self._is_stopped = True
             self._wakeup.notify()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, 30.0)
+            thread = self._thread
+        self._backend.abort()
+        if thread is not None:
+            await asyncio.to_thread(thread.join, _JOIN_S)
         if self._event_log is not None:
-            self._event_log.close()
+            with self._wakeup:
+                self._event_log.close()
+                self._event_log = None
+        if thread is not None and thread.is_alive():
+            _LOGGER.warning("The backend does not come to an end; its memory is freed with the process")
+            return
         self._backend.close()
 
     # ---- what the server asks
@@ -238,8 +271,8 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer (any thread)."""
-        return self._backend.tokenizer
+        """The model's tokenizer (any thread); stays right when the backend is replaced."""
+        return self._tokenizer
 
     @property
     def capacity(self) -> Capacity:
@@ -259,10 +292,15 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """Return whether new work would be served: alive, and iterations complete while work exists."""
-        if self._is_stopping or self._failure is not None or self._thread is None:
+        if self._is_stopping or self._failure is not None or self._thread is None or self._is_rebuilding:
             return False
-        is_busy = bool(self._live)
-        return not is_busy or self._clock() - self._last_iteration_at < _READY_WITHIN_S
+        since = max(self._last_iteration_at, self._busy_since)
+        return not self._live or self._clock() - since < _READY_WITHIN_S
+
+    async def failed(self) -> str:
+        """Wait until the engine can serve no more; return why."""
+        await self._has_failed.wait()
+        return self._failure or ""
 
     def snapshot(self) -> Snapshot:
         """Return what is going on right now."""
@@ -313,6 +351,10 @@ class Engine:
             arrived_at=now,
         )
         with self._wakeup:
+            if self._is_rebuilding and request.shared_prefix_tokens:
+                live.request = request = replace(request, shared_prefix_tokens=0)
+            if not self._live:
+                self._busy_since = now
             self._live[request.request_id] = live
             num_ahead = self._scheduler.state.total_waiting
             refused = next((d for d in self._tell(Arrived(request=request)) if isinstance(d, Reject)), None)
@@ -336,11 +378,13 @@ class Engine:
             await asyncio.to_thread(self._backend.validate, probe)
         except InvalidConstraint as err:
             raise InvalidRequest(str(err), param="response_format") from err
+        except BackendError as err:
+            raise being_loaded() from err
 
     async def pin_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
         """Compute and keep a prompt's beginning; return (its tokens, tokens computed for it now)."""
         probe = (*prompt_ids, -1)
-        if self._backend.shared_prefix_tokens(probe) >= len(prompt_ids):
+        if self._shared_tokens(probe) >= len(prompt_ids):
             for pinned in self._pinned.values():
                 if pinned.prompt_ids[: len(prompt_ids)] == prompt_ids:
                     pinned.used_at = self._clock()
@@ -369,7 +413,7 @@ class Engine:
         if not length:
             raise InvalidRequest("the prompt is empty", param="messages")
         # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.
-        shared = 0 if order.keep_prefix else self._backend.shared_prefix_tokens(order.prompt_ids)
+        shared = 0 if order.keep_prefix else self._shared_tokens(order.prompt_ids)
         max_tokens = 0 if order.keep_prefix else self._clipped(order, length, shared)
         generation = GenerationOrder(
             request_id=request_id,
@@ -393,6 +437,10 @@ class Engine:
             paid_by_system=order.keep_prefix,
         )
         return generation, request
+
+    def _shared_tokens(self, prompt_ids: Sequence[int]) -> int:
+        """Return how many leading tokens a pinned prefix holds; a backend that is lost holds none."""
+        return 0 if self._is_rebuilding else self._backend.shared_prefix_tokens(prompt_ids)
 
     def _clipped(self, order: Order, length: int, shared: int) -> int:
         """Return the output tokens to allow: what was asked, cut to what fits and the class may have."""
@@ -508,27 +556,55 @@ class Engine:
 
     # ---- the engine thread
 
-    def _run(self) -> None:
-        while True:
-            with self._wakeup:
-                while not self._orders and not self._is_stopped:
-                    self._wakeup.wait()
-                if self._is_stopped:
-                    return
-                orders = list(self._orders)
-                self._orders.clear()
-            try:
-                self._carry_out_all(orders)
-            except BackendError as err:
-                self._backend_lost(err)
-            except Exception as err:
-                # Nothing in here may end the thread silently: whoever waits must be told.
+    def _new_thread(self, hung: BackendError | None = None) -> threading.Thread:
+        return threading.Thread(target=self._run, args=(hung,), name="fairhearth-engine", daemon=True)
+
+    def _run(self, hung: BackendError | None) -> None:
+        """Carry out orders until stopped; hung says why the thread before this one was left to itself."""
+        try:
+            if hung is not None:
+                self._backend_lost(hung, is_hanging=True)
+            while orders := self._next_orders():
+                self._take_turn(orders)
+        except _Superseded:
+            _LOGGER.warning("The backend that hung has come back; it is closed")
+            self._close(self._hanging.pop(threading.current_thread()))
+
+    def _next_orders(self) -> list[Decision]:
+        """Wait for orders; return none when the engine stops."""
+        with self._wakeup:
+            self._check_current()
+            self._is_in_backend = False
+            while not self._orders and not self._is_stopped:
+                self._wakeup.wait()
+            orders = [] if self._is_stopped else list(self._orders)
+            self._orders.clear()
+            self._turn += 1
+            self._is_in_backend = bool(orders)
+            return orders
+
+    def _take_turn(self, orders: Sequence[Decision]) -> None:
+        try:
+            self._carry_out_all(orders)
+        except _Superseded:
+            raise
+        except Exception as err:
+            # Nothing in here may end the thread silently: whoever waits must be told.
+            self._check_current()
+            if not isinstance(err, BackendError):
                 _LOGGER.exception("The engine thread failed")
-                self._backend_lost(BackendError(f"{type(err).__name__}: {err}"))
+                err = BackendError(f"{type(err).__name__}: {err}")
+            self._backend_lost(err)
+
+    def _check_current(self) -> None:
+        """Raise _Superseded in a thread that hung so long that another one took over."""
+        if threading.current_thread() is not self._thread:
+            raise _Superseded
 
     def _carry_out_all(self, orders: Sequence[Decision]) -> None:
         failed: dict[RequestId, Exception] = {}
         for order in orders:
+            self._check_current()
             match order:
                 case Compose():
                     self._iterate(order, failed)
@@ -537,9 +613,10 @@ class Engine:
                         continue
                     try:
                         self._carry_out(order)
-                    except BackendError:
+                    except (BackendError, _Superseded):
                         raise
                     except Exception as err:  # the backend refused this one request
+                        self._check_current()
                         _LOGGER.exception("Request %s failed", order.request_id)
                         failed[order.request_id] = err
                 case Cancel():
@@ -563,6 +640,7 @@ class Engine:
             case Preempt():
                 if live is not None and live.is_on_backend:
                     self._backend.preempt(order.request_id, order.mode)
+                    self._check_current()
                     live.was_preempted = True
                     live.is_on_backend = False
                     live.preemptions += 1
@@ -570,16 +648,17 @@ class Engine:
     def _admit(self, live: _Live, reserved_tokens: int) -> None:
         request_id = live.request.request_id
         if live.was_preempted:
-            live.cached_tokens = self._backend.resume(request_id, reserved_tokens=reserved_tokens)
+            cached = self._backend.resume(request_id, reserved_tokens=reserved_tokens)
         else:
-            live.cached_tokens = self._backend.admit(live.order, reserved_tokens=reserved_tokens)
+            cached = self._backend.admit(live.order, reserved_tokens=reserved_tokens)
+        self._check_current()
+        live.cached_tokens = cached
         live.is_on_backend = True
-        live.stored = live.cached_tokens
+        live.stored = cached
         now = self._clock()
         if live.admitted_at is None:
             live.admitted_at = now
-            live.total_cached = live.cached_tokens
-            live.high_water = live.cached_tokens
+            live.total_cached = live.high_water = cached
             if not live.request.paid_by_system:
                 for timers in live.timers:
                     timers.queue.add(now - live.arrived_at, now=now)
@@ -592,15 +671,24 @@ class Engine:
             self._is_stepping = not is_aborted
         decode_ids = [r for r in composed.decode_ids if self._runs(r, failed)]
         chunks = [self._chunk(c) for c in composed.prefills if self._runs(c.request_id, failed)]
+        asked = dict.fromkeys(decode_ids, _A_DECODE)
+        asked |= {c.request_id: self._asked(c) for c in chunks}
         try:
-            if is_aborted or not (decode_ids or chunks):
+            if is_aborted or not asked:
+                asked = {}
                 outcome = StepOutcome(outcomes=(), seconds=0.0, aborted=True)
             else:
                 outcome = self._step(decode_ids, chunks)
         finally:
             with self._wakeup:
+                self._check_current()
+                self._is_in_backend = False
                 self._is_stepping = False
                 self._abort_before_step = False
+        outcome = judged(outcome, asked, vocab_size=self._backend.info.vocab_size)
+        for one in outcome.outcomes:
+            if isinstance(one.error, Misreported):
+                self._backend.release(one.request_id)
         faults = tuple(SequenceOutcome(request_id=r, error=err) for r, err in failed.items())
         self._observe(outcome, faults)
 
@@ -610,9 +698,17 @@ class Engine:
 
     def _chunk(self, planned: PrefillChunk) -> ChunkOrder:
         """Ask for no more than is left: the core planned before it knew what the prefix cache held."""
-        live = self._live[planned.request_id]
-        left = live.request.prompt_tokens + live.decode_tokens - live.stored
+        left = self._left(self._live[planned.request_id])
         return ChunkOrder(request_id=planned.request_id, num_tokens=min(planned.num_tokens, left))
+
+    def _asked(self, chunk: ChunkOrder) -> Asked:
+        is_last = chunk.num_tokens == self._left(self._live[chunk.request_id])
+        return Asked(num_tokens=chunk.num_tokens, may_speak=is_last)
+
+    @staticmethod
+    def _left(live: _Live) -> int:
+        """Return the tokens still to be computed before the request can speak (again)."""
+        return live.request.prompt_tokens + live.decode_tokens - live.stored
 
     def _step(self, decode_ids: list[RequestId], chunks: list[ChunkOrder]) -> StepOutcome:
         try:
@@ -620,6 +716,7 @@ class Engine:
         except BackendError:
             raise
         except Exception:
+            self._check_current()
             _LOGGER.exception("An iteration failed; running its requests one by one")
             return self._step_one_by_one(decode_ids, chunks)
 
@@ -637,6 +734,7 @@ class Engine:
             except BackendError:
                 raise
             except Exception as err:
+                self._check_current()
                 self._backend.release(request_id)
                 outcomes.append(SequenceOutcome(request_id=request_id, error=err))
             else:
@@ -670,7 +768,9 @@ class Engine:
             )
             self._observer.iteration_done(self._scheduler, now=now)
             self._last_iteration_at = now
-        self._hand_over(batch)
+        # A slow reader is cut by its own session; this bounds what lies between thread and event loop.
+        is_paced = self._undelivered.acquire(timeout=_TICK_S)
+        self._hand_over(batch, is_paced=is_paced)
 
     def _observe_one(self, live: _Live, one: SequenceOutcome, batch: _Batch, *, now: float) -> SequenceResult:
         cached, live.cached_tokens = live.cached_tokens, None
@@ -740,59 +840,97 @@ class Engine:
             preemptions=live.preemptions,
         )
 
-    def _backend_lost(self, err: BackendError) -> None:
+    def _backend_lost(self, err: BackendError, *, is_hanging: bool = False) -> None:
         """Rebuild the backend; requests that had shown nothing start again, the others are told."""
         _LOGGER.error("The backend was lost: %s", err)
         batch = _Batch()
         with self._wakeup:
-            self._orders.clear()
+            self._is_rebuilding = True
+            self._is_in_backend = False
+            if self._rebuild is None:
+                self._failure = str(err)
             for live in list(self._live.values()):
                 if live.decode_tokens or self._rebuild is None:
-                    self._live.pop(live.request.request_id)
-                    self._tell(Cancelled(request_id=live.request.request_id))
                     fault = GenerationFailed("the engine lost this answer half-way; please ask again")
                     batch.events.append((live.session, fault))
+                    self._drop(live)
                 else:
                     live.is_on_backend = live.was_preempted = False
                     live.cached_tokens, live.stored = None, 0
-        if self._rebuild is None:
-            self._failure = str(err)
+            self._tell(BackendLost())
+            self._orders.clear()
+            self._pinned.clear()
         self._hand_over(batch)
         if self._rebuild is None:
+            self._fail(str(err))
             return
+        # One model fits into the memory, two may not. One that hangs is in use: it is closed if it returns.
+        if not is_hanging:
+            self._close(self._backend)
         try:
             backend = self._rebuild()
         except Exception as failure:
             _LOGGER.exception("The backend could not be rebuilt")
-            self._failure = f"the model could not be loaded again ({failure})"
-            with self._wakeup:
-                waiting = list(self._live.values())
-                self._live.clear()
-            told = [(live.session, EngineStopping(self._failure)) for live in waiting]
-            self._hand_over(_Batch(list(told)))
+            self._fail(f"the model could not be loaded again ({failure})")
             return
-        lost, self._backend = self._backend, backend
-        lost.close()
         with self._wakeup:
-            self._pinned.clear()
+            self._backend = backend
+            self._is_rebuilding = False
             self._orders.clear()
-            self._tell(BackendLost())
             self._tell(CapacityChanged(capacity=backend.capacity))
+            self._last_iteration_at = self._clock()
+
+    def _drop(self, live: _Live) -> None:
+        """Forget a request that ends with its backend (lock held)."""
+        self._live.pop(live.request.request_id)
+        self._tell(Cancelled(request_id=live.request.request_id))
+
+    def _fail(self, reason: str) -> None:
+        """Serve no more; tell whoever waits."""
+        batch = _Batch()
+        with self._wakeup:
+            self._failure = reason
+            for live in list(self._live.values()):
+                batch.events.append((live.session, EngineStopping(reason)))
+                self._drop(live)
+            self._orders.clear()
+        self._hand_over(batch)
+
+    @staticmethod
+    def _close(backend: Backend) -> None:
+        try:
+            backend.close()
+        except Exception:
+            _LOGGER.exception("The lost backend could not be closed; its memory may still be taken")
+
+    def _leave_hanging(self) -> None:
+        """Leave the thread that hangs inside of the backend to itself and go on with another (event loop)."""
+        with self._wakeup:
+            if not self._is_in_backend or self._is_stopped or self._thread is None:
+                return  # it came back at the last moment
+            self._hanging[self._thread] = self._backend
+            self._is_stepping = False
+            self._thread = self._new_thread(BackendError("it did not come back from an iteration"))
+            self._thread.start()
 
     # ---- back in the event loop
 
-    def _hand_over(self, batch: _Batch) -> None:
+    def _hand_over(self, batch: _Batch, *, is_paced: bool = False) -> None:
         loop = self._loop
         if loop is None or loop.is_closed():
             return
         try:
-            loop.call_soon_threadsafe(self._deliver, batch)
+            loop.call_soon_threadsafe(self._deliver, batch, is_paced)
         except RuntimeError:
             _LOGGER.debug("The event loop closed before the last results were delivered")
 
-    def _deliver(self, batch: _Batch) -> None:
+    def _deliver(self, batch: _Batch, is_paced: bool) -> None:
+        if is_paced:
+            self._undelivered.release()
         for session, event in batch.events:
             session.push(event)
+        if self._failure is not None:
+            self._has_failed.set()
         self._bump()
 
     def _bump(self) -> None:
@@ -800,14 +938,24 @@ class Engine:
         self._changed.set()
 
     async def _keep_ticking(self) -> None:
-        """Let windows roll and the due tier fill while requests wait and nothing else happens."""
+        """Let windows roll and the due tier fill while requests wait; see whether the backend hangs."""
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(self._tick_s)
+            self._watch()
             with self._wakeup:
                 state = self._scheduler.state
                 if state.in_flight is None and state.total_waiting:
                     self._tell(Ticked())
                     self._wakeup.notify()
+
+    def _watch(self) -> None:
+        turn = self._turn if self._is_in_backend else None
+        match self._watchdog.look(turn, now=self._clock()):
+            case Alarm.ABORT:
+                _LOGGER.warning("An iteration takes very long; the backend is told to stop it")
+                self._backend.abort()
+            case Alarm.GIVE_UP:
+                self._leave_hanging()
 
     async def _keep_days(self) -> None:
         """Tell the core when a local day begins; days of 23 and 25 hours come from the zone."""
