@@ -1,5 +1,5 @@
 import pytest
-from household import dashboard, workload
+from household import workload
 from household.residence import KITCHEN, RESIDENTS, Household
 from household.stage import Stage
 from household.waiting import until
@@ -22,11 +22,3 @@ async def test_tokens_per_resident_equal_the_engines_ledger(stage: Stage, home: 
 async def test_the_household_is_told_that_its_policy_is_met(stage: Stage, home: Household) -> None:
     assert (await stage.engine_api.fairness())["engine"]["policy_met"]
     assert await home.state(home.engine_entity("binary_sensor", "policy_met")) == "on"
-
-
-async def test_everything_on_the_dashboard_exists_and_has_a_value(home: Household) -> None:
-    await workload.speak(home, KITCHEN, "What colour is amber?")
-    entity_ids = dashboard.entities(dashboard.definition(home, {}))
-    assert len(entity_ids) > 10
-    states = {entity_id: await home.state(entity_id) for entity_id in entity_ids}
-    assert not [entity_id for entity_id, state in states.items() if state == "unavailable"]

@@ -152,15 +152,14 @@ export class FairhearthCard extends LitElement {
 
   async _readJobs() {
     if (!this._hasJobs()) return;
-    const data = {};
-    const entryId = this.hass.devices[this._household?.id]?.primary_config_entry;
-    if (entryId && this.hass.services[PLATFORM].list_jobs.fields?.config_entry_id) data.config_entry_id = entryId;
+    const entryId = this.hass.devices[householdOf(this.hass, this._config.device)?.id]?.primary_config_entry;
+    if (!entryId) return;
     try {
       const { response } = await this.hass.callWS({
         type: "call_service",
         domain: PLATFORM,
         service: "list_jobs",
-        service_data: data,
+        service_data: { config_entry_id: entryId, limit: MOST_JOBS },
         return_response: true,
       });
       this._jobs = response?.jobs ?? [];
@@ -356,15 +355,21 @@ export class FairhearthCard extends LitElement {
         <button
           class="plain lane"
           style=${tint(resident.color)}
-          aria-label=${this._say("share_label", values)}
+          aria-label=${meanEntitled ? this._say("share_label", values) : `${resident.name}: ${this._say("asked_nothing")}`}
           @click=${() => this._open(resident.entities["sensor.service_share"])}
         >
           <span class="row">
             <span class="name">${resident.name}</span>
-            <span class="numbers">
-              <strong>${this._say("received", { share: values.received })}</strong>
-              <span>${this._say("fair", { share: values.fair })}</span>
-            </span>
+            ${meanEntitled
+              ? html`<span class="numbers">
+                  <strong>${this._say("received", { share: values.received })}</strong>
+                  <span>${this._say("fair", { share: values.fair })}</span>
+                </span>`
+              : html`<span class="rest">${this._say("asked_nothing")}</span>`}
+          </span>
+          <span class="gauge">
+            <span class="fill" style="width:${meanReceived ?? 0}%"></span>
+            ${meanEntitled ? html`<span class="tick" style="inset-inline-start:${meanEntitled}%"></span>` : nothing}
           </span>
           <svg viewBox="0 0 ${LANE.width} ${LANE.height}" preserveAspectRatio="none" aria-hidden="true">
             <line class="floor" x1="0" x2=${LANE.width} y1=${LANE.height} y2=${LANE.height}></line>
@@ -429,7 +434,7 @@ export class FairhearthCard extends LitElement {
 
   _renderJobs() {
     if (!this._hasJobs()) return nothing;
-    const jobs = (this._jobs ?? []).slice(0, MOST_JOBS);
+    const jobs = this._jobs ?? [];
     return html`
       <section aria-labelledby="jobs">
         <header><h2 id="jobs">${this._say("jobs")}</h2></header>
@@ -442,25 +447,23 @@ export class FairhearthCard extends LitElement {
     `;
   }
 
-  _renderJob(job) {
-    const { output_tokens: done = 0, max_tokens: most = 0 } = job.progress ?? {};
-    const share = job.state === "finished" ? 100 : most ? Math.min(100, (100 * done) / most) : 0;
-    const isRunning = job.state === "running";
-    const hasEta = isRunning && typeof job.eta_s === "number";
-    const values = { share: this._percent(share), seconds: hasEta ? this._number(job.eta_s, 0) : "" };
-    const state = this._say(`job_${job.state}${hasEta ? "_eta" : ""}`, values);
-    const label = job.title || job.id;
+  _renderJob({ job_id: id, title, state, progress, eta_s: eta }) {
+    const share = state === "finished" ? 100 : (progress ?? 0);
+    const hasEta = state === "running" && typeof eta === "number";
+    const values = { share: this._percent(share), seconds: hasEta ? this._number(eta, 0) : "" };
+    const how = this._say(`job_${state}${hasEta ? "_eta" : ""}`, values);
+    const label = title || id;
     return html`
       <li>
-        <span class="row"><span class="name">${label}</span><span class="rest">${state}</span></span>
+        <span class="row"><span class="name">${label}</span><span class="rest">${how}</span></span>
         <span
-          class="progress ${job.state}"
+          class="progress ${state}"
           role="progressbar"
           aria-label=${label}
           aria-valuemin="0"
           aria-valuemax="100"
-          aria-valuenow=${Math.round(share)}
-          aria-valuetext=${state}
+          aria-valuenow=${share}
+          aria-valuetext=${how}
           ><span style="width:${share}%"></span
         ></span>
       </li>
@@ -634,11 +637,35 @@ export class FairhearthCard extends LitElement {
       font-size: var(--ha-font-size-s, 12px);
       font-weight: var(--ha-font-weight-medium, 500);
     }
+    .gauge {
+      display: block;
+      position: relative;
+      height: 8px;
+      margin-top: 4px;
+      border-radius: 4px;
+      background: color-mix(in srgb, var(--primary-text-color) 8%, transparent);
+    }
+    .fill {
+      display: block;
+      height: 100%;
+      max-width: 100%;
+      border-radius: 4px;
+      background: var(--tint);
+    }
+    .tick {
+      position: absolute;
+      top: -3px;
+      bottom: -3px;
+      width: 2px;
+      margin-inline-start: -1px;
+      border-radius: 1px;
+      background: var(--primary-text-color);
+    }
     svg {
       display: block;
       width: 100%;
-      height: 44px;
-      margin-top: 2px;
+      height: 34px;
+      margin-top: 6px;
     }
     .floor {
       stroke: var(--divider-color);
@@ -646,7 +673,7 @@ export class FairhearthCard extends LitElement {
     }
     .bar {
       fill: var(--tint);
-      opacity: 0.75;
+      opacity: 0.8;
     }
     .fair {
       fill: none;
@@ -748,7 +775,8 @@ export class FairhearthCard extends LitElement {
 }
 
 function tint(color) {
-  return `--tint: var(--${color}-color, var(--primary-color))`;
+  // Mixed with the text's colour, it stands out from light and from dark alike.
+  return `--tint: color-mix(in srgb, var(--${color}-color, var(--primary-color)) 78%, var(--primary-text-color))`;
 }
 
 function avatarOf(name, account) {

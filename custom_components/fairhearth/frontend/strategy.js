@@ -2,7 +2,8 @@
  * The dashboard without YAML: what it holds follows from the entities that are there.
  */
 
-import { householdOf } from "./household.js";
+import { DEFAULT_HOURS } from "./card.js";
+import { CLASSES, householdOf } from "./household.js";
 import { pageLanguage, text } from "./texts.js";
 
 const RESIDENT_TILES = [
@@ -45,8 +46,16 @@ export class FairhearthViewStrategy extends HTMLElement {
   static async generate(config, hass) {
     const { type: _type, ...options } = config;
     const card = (...parts) => ({ type: "custom:fairhearth-card", ...options, parts });
-    const sections = [[card("policy", "now")], [card("shares")], [card("waiting"), ...engineCards(config, hass)]];
-    if (hass.services.fairhearth?.list_jobs) sections[0].push(card("jobs"));
+    const household = householdOf(hass, config.device);
+    const now = [card("policy", "now")];
+    const shares = [card("shares")];
+    const waiting = [card("waiting")];
+    if (hass.services.fairhearth?.list_jobs) now.push(card("jobs"));
+    if (household) {
+      shares.push(...engineCards(household, hass));
+      waiting.push(...firstWordGraph(household, config, hass));
+    }
+    const sections = [now, shares, waiting];
     return {
       type: "sections",
       max_columns: 3,
@@ -55,9 +64,18 @@ export class FairhearthViewStrategy extends HTMLElement {
   }
 }
 
-function engineCards(config, hass) {
-  const household = householdOf(hass, config.device);
-  if (!household) return [];
+function firstWordGraph({ entities }, config, hass) {
+  const say = (key) => text(hass.locale?.language ?? hass.language, key);
+  const shown = CLASSES.map((name) => ({
+    entity: entities[`sensor.time_to_first_token_p95_${name}`],
+    name: say(`class_${name}`),
+  })).filter(({ entity }) => entity);
+  if (!shown.length) return [];
+  const graph = { type: "history-graph", hours_to_show: config.hours ?? DEFAULT_HOURS, entities: shown };
+  return titled(say("first_words"), [graph]);
+}
+
+function engineCards(household, hass) {
   const say = (key) => text(hass.locale?.language ?? hass.language, key);
   const controls = Object.values(household.entities).filter((id) => CONTROL_DOMAINS.includes(id.split(".")[0]));
   return [
@@ -71,7 +89,7 @@ function detailsView(config, hass) {
   const sections = (household?.residents ?? []).map(({ name, entities }) => {
     const own = Object.values(entities).filter((id) => CONTROL_DOMAINS.includes(id.split(".")[0]));
     const waits = ["sensor.queue_time_p95", "sensor.time_to_first_token_p95"].map((key) => entities[key]).filter(Boolean);
-    const graph = { type: "history-graph", hours_to_show: config.hours ?? 24, entities: waits };
+    const graph = { type: "history-graph", hours_to_show: config.hours ?? DEFAULT_HOURS, entities: waits };
     return {
       type: "grid",
       cards: [...titled(name, [...tiles(entities, RESIDENT_TILES), ...own.sort().map((id) => tile(id, 6))]), graph],

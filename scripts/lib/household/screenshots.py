@@ -1,4 +1,4 @@
-"""The command `scripts/screenshots`: photographs the dashboard and the live table, the household at work.
+"""The command `scripts/screenshots`: photographs the way in, the dashboard and the live table.
 
 Runs the same evening as the demonstration: once under first come, first served, for the comparison, then
 under Fairhearth, in the middle of which the pictures are taken.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -18,9 +17,10 @@ from typing import Any, Final
 from rich.console import Console
 
 from household import dashboard, measure, table, workload
+from household.browser import BrowserFailed, Visit, visit
 from household.homeassistant import sign_in_tokens
 from household.phases import pace, plan_for, run_idle_commands, run_phase
-from household.places import BROWSER_PYTHON, ROOT
+from household.places import ROOT
 from household.process import ProcessDied
 from household.residence import ALICE
 from household.stage import Stage, StageTaken
@@ -29,21 +29,27 @@ FOLDER: Final = ROOT / ".demo"
 OUTPUT: Final = ROOT / "docs/images"
 MOST_BYTES: Final = 300_000
 
-_SIZES: Final = {"desktop": (1280, 980), "phone": (412, 915)}
-_CAMERA_TIMEOUT_S: Final = 180.0
+_DESKTOP: Final[dict[str, Any]] = {"width": 1280, "height": 820}
+_PHONE: Final[dict[str, Any]] = {"width": 412, "height": 915}
+_LOOKS: Final[dict[str, dict[str, Any]]] = {
+    f"dashboard-{name}-{scheme}": {**size, "scheme": scheme}
+    for name, size in (("desktop", _DESKTOP), ("phone", _PHONE))
+    for scheme in ("light", "dark")
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="scripts/screenshots", description="Photographs the demonstration's dashboard and live table."
+        prog="scripts/screenshots",
+        description="Photographs dialogs, dashboard and live table of the demonstration.",
     )
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="default: docs/images")
     parsed = parser.parse_args(arguments)
     parsed.output.mkdir(parents=True, exist_ok=True)
     try:
         return asyncio.run(_run(parsed.output))
-    except (StageTaken, ProcessDied, TimeoutError, RuntimeError) as error:
+    except (StageTaken, ProcessDied, TimeoutError, RuntimeError) as error:  # BrowserFailed is one
         print(f"[screenshots] error: {error}", file=sys.stderr)
         return 1
 
@@ -103,37 +109,38 @@ def _draw(scene: table.Scene, snapshot: dict[str, Any], file: Path) -> None:
     file.write_text(re.sub(r"@font-face \{.*?\}\n", "", picture, flags=re.DOTALL))
 
 
-async def _photograph(stage: Stage, output: Path) -> list[Path]:
-    pages = [
-        {
-            "path": dashboard.PATH,
-            "file": str(output / f"dashboard-{size}-{scheme}.png"),
-            "width": width,
-            "height": height,
-            "scheme": scheme,
-            "wait_for": "hui-distribution-card",
-        }
-        for size, (width, height) in _SIZES.items()
-        for scheme in ("light", "dark")
-    ]
-    tokens = await sign_in_tokens(stage.session, stage.home.url, ALICE)
-    order = {"url": stage.home.url, "tokens": tokens, "pages": pages}
-    camera = await asyncio.create_subprocess_exec(
-        str(BROWSER_PYTHON),
-        str(Path(__file__).parent / "camera.py"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+def visits(output: Path) -> list[Visit]:
+    """Return every page to photograph: the way in, what came of it, and the dashboard."""
+    dialog = (("click", "role=button[name='OK']"), ("wait", "ha-form >> text=Address"), ("settle",))
+    page = (("wait", "ha-config-entry-row >> text=Fairhearth"), ("settle",))
+    picker = (
+        ("click", "role=button[name='Add dashboard']"),
+        ("wait", "dashboard-card >> text=Fair share"),
+        ("settle",),
     )
-    try:
-        async with asyncio.timeout(_CAMERA_TIMEOUT_S):
-            await camera.communicate(json.dumps(order).encode())
-    finally:
-        if camera.returncode is None:
-            camera.kill()
-            await camera.wait()
-    if camera.returncode:
-        raise RuntimeError(f"the camera ended with {camera.returncode}")
-    return [Path(str(page["file"])) for page in pages]
+    lived_in = (("wait", "fairhearth-card .lane"), ("wait", "state-history-charts"), ("settle",))
+    ways = [
+        ("config-flow", "/config/integrations/dashboard/add?domain=fairhearth", dialog),
+        ("integration", "/config/integrations/integration/fairhearth", page),
+        ("new-dashboard", "/config/lovelace/dashboards", picker),
+    ]
+    return [
+        *(
+            Visit(path=dashboard.PATH, steps=lived_in, file=output / f"{name}.png", **look)
+            for name, look in _LOOKS.items()
+        ),
+        *(Visit(path=path, steps=steps, file=output / f"{name}.png") for name, path, steps in ways),
+    ]
+
+
+async def _photograph(stage: Stage, output: Path) -> list[Path]:
+    tokens = await sign_in_tokens(stage.session, stage.home.url, ALICE)
+    reports = await visit(stage.home.url, tokens, visits(output))
+    errors = [error for report in reports for error in report.errors]
+    # Pictures of Home Assistant's own integrations come from the internet, which is left alone here.
+    if faults := [error for error in errors if "/api/brands/" not in error]:
+        raise BrowserFailed(f"pages logged errors: {faults}")
+    return [report.file for report in reports if report.file is not None]
 
 
 if __name__ == "__main__":
