@@ -6,7 +6,7 @@ names what was wrong and what would be right, in plain words.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class EngineError(Exception):
@@ -21,6 +21,20 @@ class EngineError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the error object of docs/wire.md, without its wrapper."""
+        if self.http_status == 429:
+            kind = "rate_limit_error"
+        else:
+            kind = "server_error" if self.http_status >= 500 else "invalid_request_error"
+        return {
+            "code": self.code,
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "retry_after_s": self.retry_after_s,
+        }
 
 
 class InvalidRequest(EngineError):

@@ -255,6 +255,29 @@ class ResidentRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """POST /v1/jobs."""
+
+    request: Json  #: as it was sent; `chat` is what it says
+    chat: ChatRequest
+    title: str | None = None
+    idempotency_key: str | None = None
+    deadline_s: float | None = None
+    keep_s: float | None = None
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        return {"request": dict(self.request)} | _without_none(
+            {
+                "title": self.title,
+                "idempotency_key": self.idempotency_key,
+                "deadline_s": self.deadline_s,
+                "keep_s": self.keep_s,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairRequest:
     """POST /v1/pair."""
 
@@ -608,6 +631,18 @@ _RESIDENT: Final = table(
     }
 )
 
+_YEAR_S: Final = 366 * 86_400
+
+_JOB: Final = table(
+    {
+        vol.Required("request"): dict,
+        vol.Optional("title"): _or_none(text(at_least=1, at_most=256)),
+        vol.Optional("idempotency_key"): _or_none(text(at_least=1, at_most=128)),
+        vol.Optional("deadline_s"): _or_none(number(maximum=_YEAR_S, above=0)),
+        vol.Optional("keep_s"): _or_none(number(0, _YEAR_S)),
+    }
+)
+
 
 def _code(value: Any) -> str:
     code: str = text()(value)
@@ -737,6 +772,19 @@ def parse_prefix_request(value: Any) -> PrefixRequest:
     """Return the message of POST /v1/prefix; raise InvalidRequest naming the field."""
     raw = _checked(_PREFIX, value)
     return PrefixRequest(messages=tuple(raw["messages"]), tools=raw.get("tools") or ())
+
+
+def parse_job_request(value: Any) -> JobRequest:
+    """Return the message of POST /v1/jobs; raise InvalidRequest naming the field."""
+    raw = _checked(_JOB, value)
+    try:
+        chat = parse_chat_request(raw["request"])
+    except InvalidRequest as error:
+        param = f"request.{error.param}" if error.param else "request"
+        raise InvalidRequest(f"request: {error.message}", param=param) from None
+    if chat.options.stream:
+        raise InvalidRequest("request.stream must be left out: a job is not a stream", param="request.stream")
+    return JobRequest(**raw, chat=chat)
 
 
 def parse_pair_request(value: Any) -> PairRequest:

@@ -3,6 +3,7 @@
     engine_id        who this engine is, for clients that remember it
     token            the bearer token made on the first start (mode 0600)
     tokens.json      hashes of the tokens made later (engine_service/identity)
+    jobs.sqlite3     the durable jobs (engine_service/jobs)
     pairing.json     the pairing code that is open (engine_service/identity)
     residents.json   residents set through the API, in the wire's own form
 

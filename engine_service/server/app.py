@@ -19,7 +19,7 @@ from engine_service.errors import (
     NotFound,
     RequestTooLarge,
 )
-from engine_service.server.handlers import about, fairness, generate, pair, residents
+from engine_service.server.handlers import about, fairness, generate, jobs, pair, residents
 from engine_service.server.replies import error_body
 from engine_service.server.service import CALLER, SERVICE, Service, respond
 from engine_service.settings import Scope
@@ -39,6 +39,11 @@ _GUARDED: Final[tuple[tuple[str, str, Handler, Scope | None], ...]] = (
     ("POST", "/v1/chat/completions", generate.chat, Scope.GENERATE),
     ("POST", "/v1/completions", generate.complete, Scope.GENERATE),
     ("POST", "/v1/prefix", generate.prefix, Scope.GENERATE),
+    ("POST", "/v1/jobs", jobs.submit, Scope.GENERATE),
+    ("GET", "/v1/jobs", jobs.list_newest, Scope.GENERATE),
+    ("GET", "/v1/jobs/stream", jobs.stream, Scope.GENERATE),
+    ("GET", "/v1/jobs/{job_id}", jobs.get, Scope.GENERATE),
+    ("DELETE", "/v1/jobs/{job_id}", jobs.cancel, Scope.GENERATE),
     ("GET", "/v1/residents", residents.list_all, None),
     ("PUT", "/v1/residents/{resident_id}", residents.put, Scope.RESIDENTS),
     ("DELETE", "/v1/residents/{resident_id}", residents.delete, Scope.RESIDENTS),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, assert_never
 
 from engine_service.chat.parsing import Call, OutputParser, Piece, Reasoning, Text
-from engine_service.engine.sessions import Accepted, Delta, Finished, Timings
+from engine_service.engine.sessions import Accepted, Delta, Finished, SessionEvent, Timings
 from engine_service.errors import EngineError
+from engine_service.jobs.model import Job, JobState
 from engine_service.protocol import Extension, ToolCall
 from engine_service.settings import NamedResident
 
@@ -22,19 +23,7 @@ _SECONDS_DIGITS: Final = 6
 
 def error_body(error: EngineError) -> Message:
     """Return the one shape of all errors."""
-    if error.http_status == 429:
-        kind = "rate_limit_error"
-    else:
-        kind = "server_error" if error.http_status >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "code": error.code,
-            "message": error.message,
-            "type": kind,
-            "param": error.param,
-            "retry_after_s": error.retry_after_s,
-        }
-    }
+    return {"error": error.as_wire()}
 
 
 def resident_body(entry: NamedResident) -> Message:
@@ -48,6 +37,38 @@ def resident_body(entry: NamedResident) -> Message:
         "daily_is_hard": resident.daily_is_hard,
         "page_cap": resident.page_cap,
     }
+
+
+def job_body(job: Job, *, eta_s: float | None, is_whole: bool) -> Message:
+    """Return a job as the wire knows it; is_whole: with what it has written, and its result."""
+    ended_at = job.ended_at
+    written = {
+        "partial": "" if job.state is JobState.FINISHED else job.output.text,
+        "result": job.result,
+    }
+    return {
+        "id": job.job_id,
+        "state": job.state.value,
+        "title": job.title,
+        "resident": job.who.resident_id,
+        "workload_class": job.who.class_id.value,
+        "idempotency_key": job.idempotency_key,
+        "created_at": round(job.created_at, 3),
+        "started_at": _rounded(job.started_at),
+        "ended_at": _rounded(ended_at),
+        "deadline_at": _rounded(job.deadline_at),
+        "kept_until": None if ended_at is None else round(ended_at + job.keep_s, 3),
+        "attempts": job.attempts,
+        "progress": {"output_tokens": len(job.output.token_ids), "max_tokens": job.max_tokens},
+        "eta_s": None if eta_s is None else round(eta_s, 1),
+        **(written if is_whole else {}),
+        "result_sha256": job.result_sha256,
+        "error": job.error,
+    }
+
+
+def _rounded(at: float | None) -> float | None:
+    return None if at is None else round(at, 3)
 
 
 def usage(prompt_tokens: int, timings: Timings) -> Message:
@@ -117,6 +138,19 @@ class Reply(Protocol):
     def whole(self) -> Message:
         """Return the answer in one message; only after `end` was used up."""
         ...
+
+
+def messages_of(reply: Reply, event: SessionEvent) -> Iterator[Message]:
+    """Return what a stream says of the event."""
+    match event:
+        case Accepted():
+            return reply.begin(event)
+        case Delta():
+            return reply.more(event)
+        case Finished():
+            return reply.end(event)
+        case _:
+            assert_never(event)
 
 
 class ChatReply:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
@@ -16,12 +16,15 @@ from engine_service.errors import InvalidRequest, RequestTooLarge
 from engine_service.identity.caller import Caller
 from engine_service.identity.pairing import PairingDesk
 from engine_service.identity.tokens import TokenBook
+from engine_service.jobs.desk import JobDesk
 from engine_service.protocol import SCHEMA_VERSION, parse_json
 from engine_service.scheduling.model import ResidentId
 from engine_service.server.auth import Guard
 from engine_service.server.meters import Meters
 from engine_service.server.residents import ResidentBook
 from engine_service.server.streaming import dumps
+
+T = TypeVar("T")
 
 BODY_TIMEOUT_S: Final = 30.0
 
@@ -38,6 +41,7 @@ class Service:
     pairing: PairingDesk
     users: Mapping[str, ResidentId]  #: OpenAI's `user` to the resident it is
     meters: Meters
+    jobs: JobDesk
     engine_id: str
     name: str
     created: int  #: seconds since 1970, when this process began to serve
@@ -55,6 +59,18 @@ class Service:
 
 SERVICE: Final = web.AppKey("service", Service)
 CALLER: Final = web.RequestKey("caller", Caller)
+
+
+async def unless_stopping(service: Service, asked: Coroutine[Any, Any, T]) -> T | None:
+    """Return what is asked for, or None as soon as the service stops."""
+    answer = asyncio.ensure_future(asked)
+    stopping = asyncio.ensure_future(service.stopping.wait())
+    try:
+        await asyncio.wait({answer, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
+    finally:
+        answer.cancel()
+        stopping.cancel()
 
 
 def respond(message: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -19,8 +19,10 @@ from engine_service.chat.conversation import Conversation
 from engine_service.engine.loop import Engine
 from engine_service.identity.pairing import PairingDesk
 from engine_service.identity.tokens import TokenBook
+from engine_service.jobs.desk import JobDesk
 from engine_service.server.app import build_app
 from engine_service.server.auth import Guard
+from engine_service.server.chatwork import ChatWork
 from engine_service.server.meters import Meters
 from engine_service.server.residents import ResidentBook
 from engine_service.server.service import Service
@@ -76,6 +78,7 @@ def build_service(
         tokens=book,
         pairing=PairingDesk(state.path),
         users=settings.server.users,
+        jobs=JobDesk(state.path / "jobs.sqlite3"),
         meters=Meters(engine.snapshot),
         engine_id=state.engine_id(),
         name=settings.server.name,
@@ -97,10 +100,12 @@ async def serving(
     await runner.setup()
     try:
         await service.engine.start()
+        await service.jobs.open(ChatWork(service))
         await web.SockSite(runner, bound, backlog=_BACKLOG).start()
         yield
     finally:
         service.stopping.set()
+        await service.jobs.close()  # they go on at the next start; only people's answers may finish now
         await service.engine.stop(drain_s=drain_s)
         await asyncio.sleep(0)  # the last events of drained sessions reach their handlers
         await runner.cleanup()

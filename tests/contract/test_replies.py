@@ -12,7 +12,13 @@ from engine_service import errors
 from engine_service.backends.base import FinishReason
 from engine_service.chat.parsing import CallStyle, OutputParser
 from engine_service.engine.sessions import Accepted, Delta, Finished, Timings
-from engine_service.protocol import Extension, parse_resident_id, parse_resident_request
+from engine_service.jobs.model import Job, JobState, Output, sha256_of
+from engine_service.protocol import (
+    Extension,
+    parse_job_request,
+    parse_resident_id,
+    parse_resident_request,
+)
 from engine_service.scheduling.model import RequestId, ResidentId, WorkloadClass
 from engine_service.server import replies
 from engine_service.settings import named
@@ -120,6 +126,30 @@ def test_an_error_is_the_golden_one(name: str, error: errors.EngineError) -> Non
 def test_a_resident_is_the_golden_one() -> None:
     entry = named(parse_resident_id("alice"), parse_resident_request(golden("resident_request")))
     assert replies.resident_body(entry) == golden("resident")
+
+
+def test_a_job_is_the_golden_one() -> None:
+    wanted, order = golden("job"), parse_job_request(golden("job_request"))
+    created_at = wanted["created_at"]
+    job = Job(
+        job_id=wanted["id"],
+        owner="Home Assistant",
+        request=order.request,
+        who=Extension(resident_id=ResidentId("house"), class_id=WorkloadClass.BACKGROUND),
+        created_at=created_at,
+        title=order.title,
+        idempotency_key=order.idempotency_key,
+        deadline_at=created_at + (order.deadline_s or 0),
+        keep_s=order.keep_s or 0,
+        state=JobState.FINISHED,
+        started_at=wanted["started_at"],
+        ended_at=wanted["ended_at"],
+        attempts=1,
+        output=Output(token_ids=(7,) * 24, text="The kitchen light is on."),
+        result=wanted["result"],
+        result_sha256=sha256_of(wanted["result"]["choices"]),
+    )
+    assert replies.job_body(job, eta_s=None, is_whole=True) == wanted
 
 
 def test_nothing_generated_is_an_empty_text_and_not_null() -> None:

@@ -21,6 +21,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "prefix_request": protocol.parse_prefix_request,
     "resident_request": protocol.parse_resident_request,
     "pair_request": protocol.parse_pair_request,
+    "job_request": protocol.parse_job_request,
 }
 REQUESTS = [(kind, path) for kind in PARSERS for path in sorted(GOLDEN.glob(f"{kind}*.json"))]
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from engine_service.server.service import SERVICE, Service, respond
+from engine_service.server.service import SERVICE, Service, respond, unless_stopping
 from engine_service.server.streaming import EventStream, ReaderGone
 
 MIN_INTERVAL_S: Final = 1.0
@@ -46,21 +46,9 @@ async def _send_changes(service: Service, events: EventStream) -> None:
     """Send snapshots until the service stops."""
     version = -1
     while not service.stopping.is_set():
-        version = await _next_version(service, version)
+        version = await unless_stopping(service, service.engine.changed(after=version)) or version
         await events.send(snapshot(service), event="fairness")
         await _pause(service, MIN_INTERVAL_S)
-
-
-async def _next_version(service: Service, after: int) -> int:
-    """Wait for a change or the service's end; return the version seen last."""
-    changed = asyncio.ensure_future(service.engine.changed(after=after))
-    stopping = asyncio.ensure_future(service.stopping.wait())
-    try:
-        await asyncio.wait({changed, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return changed.result() if changed.done() else after
-    finally:
-        changed.cancel()
-        stopping.cancel()
 
 
 async def _pause(service: Service, seconds: float) -> None:

@@ -1,0 +1,170 @@
+"""From a message to an order: who pays for it, whether it can be served, how its answer will be told.
+
+Decides nothing about when it is served. Knows neither sockets nor jobs; both streams and jobs are run by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
+
+from engine_service.chat.sampling import sampling_for
+from engine_service.engine.sessions import Finished, Order, Session, SessionEvent
+from engine_service.errors import EngineError, InvalidRequest, UnknownModel
+from engine_service.protocol import ChatRequest, CompletionRequest, Extension, Message, Options
+from engine_service.server.meters import Meters
+from engine_service.server.replies import ChatReply, Head, Reply, TextReply
+from engine_service.server.service import Service
+
+_LOGGER = logging.getLogger(__name__)
+
+_LONG_CHARACTERS: Final = 8_192
+"""Longer prompts are prepared in a thread, so that other streams go on meanwhile."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request that can be ordered."""
+
+    order: Order
+    caller: Extension
+    reply: Callable[[Head], Reply]
+    renamed: dict[str, str] = field(default_factory=dict)  #: keys in the engine's refusals: here
+    num_written: int = 0  #: tokens at the end of the prompt that belong to the answer
+
+
+async def plan_chat(service: Service, message: ChatRequest, caller: Extension) -> Plan:
+    """Return the plan of a chat completion; raise EngineError for what cannot be served."""
+    options = message.options
+    _check(service, options, caller)
+    prepared = await off_loop(length_of(message.messages), lambda: service.conversation.prepare(message))
+    bias = {**prepared.logit_bias, **options.logit_bias}
+    order = _order(replace(options, logit_bias=bias), caller, prepared.prompt_ids)
+    return Plan(
+        order=replace(order, constraint=prepared.constraint),
+        caller=caller,
+        reply=lambda head: ChatReply(head, prepared.parser, include_usage=options.include_usage),
+        renamed={"response_format": "tools" if message.tools else "response_format"},
+    )
+
+
+async def plan_completion(service: Service, message: CompletionRequest, caller: Extension) -> Plan:
+    """Return the plan of a text completion; raise EngineError for what cannot be served."""
+    options = message.options
+    _check(service, options, caller)
+    if isinstance(message.prompt, str):
+        text = message.prompt
+        prompt_ids = await off_loop(len(text), lambda: service.conversation.text_ids(text))
+    else:
+        prompt_ids = message.prompt
+        _check_token_ids(service, prompt_ids, "prompt")
+    return Plan(
+        order=_order(options, caller, prompt_ids),
+        caller=caller,
+        reply=lambda head: TextReply(head, include_usage=options.include_usage),
+        renamed={"messages": "prompt"},
+    )
+
+
+def _check(service: Service, options: Options, caller: Extension) -> None:
+    """Refuse what only this engine can know to be wrong, before any work is done."""
+    served = service.engine.info.name
+    if options.model and options.model != served:
+        raise UnknownModel(f"the model {options.model!r} is not served here; {served!r} is", param="model")
+    service.residents.check(caller.resident_id, param="fairhearth.resident")
+    _check_token_ids(service, tuple(options.logit_bias), "logit_bias")
+
+
+def _check_token_ids(service: Service, token_ids: tuple[int, ...], param: str) -> None:
+    size = service.engine.info.vocab_size
+    if (highest := max(token_ids, default=0)) >= size:
+        raise InvalidRequest(
+            f"{param} holds token id {highest}; the model's are 0 to {size - 1}", param=param
+        )
+
+
+def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...]) -> Order:
+    return Order(
+        resident_id=caller.resident_id,
+        class_id=caller.class_id,
+        prompt_ids=prompt_ids,
+        max_tokens=options.max_tokens,
+        sampling=sampling_for(options),
+        stop=options.stop,
+        program_id=caller.program_id,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def length_of(messages: tuple[Message, ...]) -> int:
+    """Return how many characters the messages say."""
+    return sum(len(message.content or "") for message in messages)
+
+
+async def off_loop(num_characters: int, prepare: Callable[[], T]) -> T:
+    """Prepare a prompt: short ones at once, long ones in a thread."""
+    return await asyncio.to_thread(prepare) if num_characters > _LONG_CHARACTERS else prepare()
+
+
+# --- ordered ---
+
+
+async def ordered(service: Service, plan: Plan) -> tuple[Running, Reply]:
+    """Submit the plan; raise EngineError where the engine refuses it, in the words of the request."""
+    try:
+        session = await service.engine.submit(plan.order)
+    except EngineError as error:
+        service.meters.ended(plan.caller, "refused")
+        error.param = plan.renamed.get(error.param or "", error.param)
+        raise
+    head = Head(
+        request_id=session.request_id,
+        created=int(time.time()),
+        model=service.engine.info.name,
+        caller=plan.caller,
+        prompt_tokens=len(plan.order.prompt_ids) - plan.num_written,
+    )
+    return Running(session, plan.caller, service.meters), plan.reply(head)
+
+
+class Running:
+    """A session being answered, and how it ended."""
+
+    def __init__(self, session: Session, caller: Extension, meters: Meters):
+        """Follow the session; `close` must be called whatever happens."""
+        self._session = session
+        self._caller = caller
+        self._meters = meters
+        self._outcome = "cancelled"
+
+    async def events(self) -> AsyncGenerator[SessionEvent, None]:
+        """Yield the session's events; raise the EngineError that ended it."""
+        try:
+            async for event in self._session.events():
+                if isinstance(event, Finished):
+                    self._outcome = "finished"
+                    self._meters.finished(self._caller, event.timings)
+                yield event
+        except EngineError:
+            self._outcome = "failed"
+            raise
+
+    def close(self) -> None:
+        """Give the request up unless it has ended by itself."""
+        if self._outcome == "cancelled":
+            self._session.cancel()
+        if self._outcome != "finished":
+            self._meters.ended(self._caller, self._outcome)
+        _LOGGER.info(
+            "Request %s of %s (%s) %s",
+            self._session.request_id,
+            self._caller.resident_id,
+            self._caller.class_id.value,
+            self._outcome,
+        )
