@@ -28,6 +28,7 @@ from engine_service.identity.command import add_token_commands, run_pair, run_to
 from engine_service.logs import set_up_logging
 from engine_service.scheduling.baseline import FirstComeFirstServed
 from engine_service.scheduling.scheduler import Scheduler
+from engine_service.server.discovery import announced
 from engine_service.server.residents import merged
 from engine_service.server.serving import bind, build_service, serving, url_of
 from engine_service.settings import (
@@ -251,7 +252,8 @@ async def _run(
     server = settings.server
     async with serving(service, bound, max_body_bytes=server.max_body_bytes, drain_s=server.drain_s):
         print(f"READY {url_of(bound)}", flush=True)
-        await stop.wait()
+        async with announced(bound, server, engine_id=service.engine_id):
+            await stop.wait()
         _progress("stopping: running answers may finish")
 
 
