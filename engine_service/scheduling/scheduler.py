@@ -380,7 +380,7 @@ class Scheduler:
             return []
         self.state.num_iterations += 1
         if not event.aborted:
-            self.state.estimator.observe(flight.shape, event.seconds)
+            self.state.estimator.observe(flight.shape.as_computed(event.results), event.seconds)
         bills = self._credit_all(event, now=now)
         self._charge_all(bills, now=now)
         if self.state.num_iterations % _REBASE_EVERY == 0:
