@@ -30,7 +30,8 @@ from engine_service.backends.base import (
 )
 from engine_service.backends.cost_model import CPU_SMOLLM2, CostModel
 from engine_service.backends.generation import Matcher, Vocabulary
-from engine_service.backends.sequences import Part, SequenceHolder
+from engine_service.backends.holding import Part
+from engine_service.backends.sequences import SequenceHolder
 from engine_service.scheduling.model import Capacity, RequestId
 
 Advance = Callable[[float], float]

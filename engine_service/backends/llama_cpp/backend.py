@@ -24,11 +24,12 @@ from engine_service.backends.base import (
     Tokenizer,
 )
 from engine_service.backends.generation import Matcher, Vocabulary
+from engine_service.backends.grammar import GrammarCompiler
+from engine_service.backends.holding import Part
 from engine_service.backends.llama_cpp.binding import ABORTED, NO_ROOM
 from engine_service.backends.llama_cpp.context import Context
-from engine_service.backends.llama_cpp.grammar import GrammarCompiler
 from engine_service.backends.llama_cpp.model import Model, ModelTokenizer
-from engine_service.backends.sequences import Part, SequenceHolder
+from engine_service.backends.sequences import SequenceHolder
 from engine_service.scheduling.model import Capacity, RequestId
 
 PAGE_TOKENS: Final = 32
@@ -56,7 +57,7 @@ class LlamaCppBackend(SequenceHolder):
             model, num_cells=context_tokens, num_sequences=num_ids, micro_batch=micro_batch, threads=threads
         )
         self._tokenizer = ModelTokenizer(model)
-        self._grammars = GrammarCompiler(model)
+        self._grammars = GrammarCompiler(model.vocab_size, model.grammar_tokenizer)
         self._capacity = self._describe_capacity(max_sequences)
         self._info = self._describe_model()
         vocabulary = Vocabulary(

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from engine_service.backends.base import BackendError, ModelError
 from engine_service.backends.llama_cpp.binding import Library
 
 _MAGIC: Final = b"GGUF"
+_SPECIAL_MARK: Final = b"\xff"  # llguidance's mark of tokens that are not text
+_CONTROL, _USER_DEFINED = 1 << 3, 1 << 4  # llama_token_attr
 _FILE_SUFFIX: Final = re.compile(r"[.-](I?Q\d\w*|B?F16|F32|MXFP4)(-[0-9a-f]{12})?$", re.IGNORECASE)
 
 
@@ -85,6 +87,21 @@ class Model:
             with self._lock:
                 self._num_users -= 1
                 self._free_if_unused()
+
+    def grammar_tokenizer(self, llguidance: Any) -> Any:
+        """Return llguidance's own view of the vocabulary."""
+        table = []
+        for token_id in range(self.vocab_size):
+            piece = self.library.piece(self.vocab, token_id, show_special=True)
+            attributes = self.library.token_attributes(self.vocab, token_id)
+            is_tag = bool(attributes & _USER_DEFINED) and piece[:1] == b"<" and piece[-1:] == b">"
+            table.append(_SPECIAL_MARK + piece if attributes & _CONTROL or is_tag else piece)
+        return llguidance.LLTokenizer.from_llamacpp(
+            tokens=table,
+            vocab_ptr=self.vocab,
+            tokenize_fptr=self.library.tokenize_address,
+            eos_token=self.eos_id,
+        )
 
     def close(self) -> None:
         """Free the model, at the latest when the last use of it ends; no context may use it any more."""

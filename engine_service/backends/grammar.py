@@ -12,25 +12,27 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from engine_service.backends.base import Constraint, ConstraintKind, InvalidConstraint
-from engine_service.backends.llama_cpp.model import Model
 from engine_service.backends.sampling import TokenIds
 
-_SPECIAL_MARK: Final = b"\xff"  # llguidance's mark of tokens that are not text
-_CONTROL, _USER_DEFINED = 1 << 3, 1 << 4  # llama_token_attr
 _NUM_KEPT: Final = 64
 
 
 class GrammarCompiler:
     """Compiles constraints for one model (any thread) and keeps the latest."""
 
-    def __init__(self, model: Model) -> None:
-        """Prepare nothing yet: the token table takes a quarter of a second and may never be needed."""
-        self._model = model
+    def __init__(self, vocab_size: int, build_tokenizer: Callable[[Any], Any]) -> None:
+        """Prepare nothing yet: the token table takes a quarter of a second and may never be needed.
+
+        build_tokenizer gets the module llguidance and returns its LLTokenizer for the model.
+        """
+        self._vocab_size = vocab_size
+        self._build_tokenizer = build_tokenizer
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
@@ -48,7 +50,7 @@ class GrammarCompiler:
                 if len(self._compiled) > _NUM_KEPT:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(constraint)
-            return GrammarMatcher(prototype.deep_copy(), self._model.vocab_size)
+            return GrammarMatcher(prototype.deep_copy(), self._vocab_size)
 
     def _compile(self, constraint: Constraint) -> Any:
         llguidance = _import_llguidance()
@@ -63,21 +65,6 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidConstraint(f"{constraint.kind.value}: {matcher.get_error()}")
         return matcher
-
-    def _build_tokenizer(self, llguidance: Any) -> Any:
-        model, library = self._model, self._model.library
-        table = []
-        for token_id in range(model.vocab_size):
-            piece = library.piece(model.vocab, token_id, show_special=True)
-            attributes = library.token_attributes(model.vocab, token_id)
-            is_tag = bool(attributes & _USER_DEFINED) and piece[:1] == b"<" and piece[-1:] == b">"
-            table.append(_SPECIAL_MARK + piece if attributes & _CONTROL or is_tag else piece)
-        return llguidance.LLTokenizer.from_llamacpp(
-            tokens=table,
-            vocab_ptr=model.vocab,
-            tokenize_fptr=library.tokenize_address,
-            eos_token=model.eos_id,
-        )
 
 
 class GrammarMatcher:
