@@ -65,6 +65,16 @@ class Generation:
         )
 
     @property
+    def matcher(self) -> Matcher | None:
+        """The grammar's state, if there is one."""
+        return self._matcher
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model can choose from; a row of logits may be longer."""
+        return self._vocabulary.size
+
+    @property
     def num_output(self) -> int:
         """Output tokens so far."""
         return self.num_tokens - self.num_prompt

@@ -1,6 +1,6 @@
 """Import every module of engine_service that this environment can hold, and say how many there were.
 
-The ExLlamaV2 adapter needs torch and a GPU host, and is the only module allowed to stay out.
+The ExLlamaV2 adapter needs torch, and is the only package whose modules may stay out.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from importlib.util import find_spec
 
 import engine_service
 
-_ONLY_WITH = {"engine_service.backends.exllamav2": "exllamav2"}
+_ONLY_WITH = {"engine_service.backends.exllamav2.": "exllamav2"}
 
 
 def main() -> int:
     """Import the modules one by one; the first that fails ends with its traceback."""
     names = [module.name for module in pkgutil.walk_packages(engine_service.__path__, "engine_service.")]
-    kept = [name for name in names if name not in _ONLY_WITH or find_spec(_ONLY_WITH[name])]
+    missing = tuple(prefix for prefix, package in _ONLY_WITH.items() if not find_spec(package))
+    kept = [name for name in names if not name.startswith(missing)]
     for name in kept:
         if not name.endswith("__main__"):
             importlib.import_module(name)

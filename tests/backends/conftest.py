@@ -1,9 +1,14 @@
-"""Both backends, emptied before and audited after every test."""
+"""Every backend, emptied before and audited after every test.
+
+ExLlamaV2 is among them where torch and exllamav2 are installed: in .venv/exllamav2 (scripts/setup exllamav2).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +19,15 @@ from engine_service.backends.llama_cpp.provision import open_default_model
 from engine_service.backends.simulated import SimulatedBackend
 from tests.backends.driver import Driver
 
-AnyBackend = LlamaCppBackend | SimulatedBackend
+HAS_EXLLAMAV2 = find_spec("exllamav2") is not None and find_spec("torch") is not None
+AnyBackend = Any  # LlamaCppBackend | SimulatedBackend | ExLlamaV2Backend, which cannot be imported everywhere
+
+collect_ignore_glob = [] if HAS_EXLLAMAV2 else ["*exllamav2*"]
+if HAS_EXLLAMAV2:
+    # Before anything imports the library, which would compile its part for GPUs.
+    from engine_service.backends.exllamav2 import cpu_extension
+
+    cpu_extension.install()
 
 CONTEXT_TOKENS = 2048
 MAX_SEQUENCES = 8
@@ -50,11 +63,39 @@ def llama_cpp(llama_cpp_session: LlamaCppBackend) -> Iterator[LlamaCppBackend]:
     forget_everything(llama_cpp_session)
 
 
-@pytest.fixture(params=["simulated", "llama_cpp"])
+@pytest.fixture(scope="session")
+def echo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a model for the real ExLlamaV2 generator on a CPU."""
+    from tests.backends.exllamav2_cpu import make_model_directory
+
+    return make_model_directory(tmp_path_factory.mktemp("echo"))
+
+
+@pytest.fixture
+def exllamav2(echo_directory: Path) -> Iterator[AnyBackend]:
+    """The real ExLlamaV2 generator over a model that reads its own cache back."""
+    from tests.backends.exllamav2_cpu import make_backend
+
+    # More pages than a context has, as on a GPU: a page is 256 tokens and every request and prefix takes at
+    # least one.
+    backend = make_backend(
+        echo_directory,
+        cache_tokens=4 * CONTEXT_TOKENS,
+        context_tokens=CONTEXT_TOKENS,
+        max_sequences=MAX_SEQUENCES,
+        max_pinned=16,
+    )
+    yield backend
+    backend.check()
+    forget_everything(backend)
+    backend.close()
+
+
+@pytest.fixture(params=["simulated", "llama_cpp", *(["exllamav2"] if HAS_EXLLAMAV2 else [])])
 def backend(request: pytest.FixtureRequest) -> Iterator[AnyBackend]:
     """Every backend in turn."""
-    if request.param == "llama_cpp":
-        yield request.getfixturevalue("llama_cpp")
+    if request.param != "simulated":
+        yield request.getfixturevalue(request.param)
         return
     simulated = SimulatedBackend(
         context_tokens=CONTEXT_TOKENS, max_sequences=MAX_SEQUENCES, micro_batch=32, advance=lambda s: s
