@@ -383,11 +383,11 @@ class Engine:
 
     async def pin_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
         """Compute and keep a prompt's beginning; return (its tokens, tokens computed for it now)."""
-        probe = (*prompt_ids, -1)
-        if self._shared_tokens(probe) >= len(prompt_ids):
-            for pinned in self._pinned.values():
-                if pinned.prompt_ids[: len(prompt_ids)] == prompt_ids:
-                    pinned.used_at = self._clock()
+        # Not asked of the backend: where whole pages are shared, it does not count the last, partly filled one.
+        known = [p for p in self._pinned.values() if p.prompt_ids[: len(prompt_ids)] == prompt_ids]
+        for pinned in known:
+            pinned.used_at = self._clock()
+        if known:
             return len(prompt_ids), 0
         self._make_room_for_prefix(len(prompt_ids))
         session = await self.submit(

@@ -24,6 +24,8 @@ QUESTIONS = {
     "poem": "Write a short poem about rain.",
     "keeper": "Write a short story about a lighthouse keeper.",
 }
+# Promises about single cells; where pages are shared, test_exllamav2_guards.py has their like.
+ON_CELLS = pytest.mark.parametrize("backend", ["simulated", "llama_cpp"], indirect=True)
 WITH_GAPS = Sampling(temperature=0.0, num_logprobs=2)
 
 
@@ -277,6 +279,7 @@ def test_a_running_request_shares_its_beginning_too(backend: AnyBackend, driver:
     assert driver.outputs[rid("twin")].token_ids == driver.outputs[rid("first")].token_ids
 
 
+@ON_CELLS
 def test_finished_sequences_leave_most_of_the_store_empty(backend: AnyBackend, driver: Driver) -> None:
     """Idle cells slow every row down, so the cache is bounded; its newest sequence stays in any case."""
     for number in range(12):
@@ -300,6 +303,7 @@ def test_what_a_preempted_request_comes_back_for_is_given_up_last(
     backend.release(rid("back"))
 
 
+@ON_CELLS
 def test_a_cancelled_request_leaves_its_preempted_cells_like_any_finished_one(
     backend: AnyBackend, driver: Driver
 ) -> None:
@@ -312,6 +316,7 @@ def test_a_cancelled_request_leaves_its_preempted_cells_like_any_finished_one(
     assert backend.num_cells_cached == 41
 
 
+@ON_CELLS
 def test_a_resumed_request_holds_one_sequence_only(backend: AnyBackend, driver: Driver) -> None:
     driver.admit(driver.order("back", QUESTIONS["sky"], 4))
     driver.step(chunks={"back": 9})
@@ -322,6 +327,7 @@ def test_a_resumed_request_holds_one_sequence_only(backend: AnyBackend, driver: 
         assert backend.cached_lengths == ()
 
 
+@ON_CELLS
 def test_the_pinned_cells_themselves_are_shared_even_where_a_longer_copy_exists(
     backend: AnyBackend, driver: Driver
 ) -> None:

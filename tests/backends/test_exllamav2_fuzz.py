@@ -217,7 +217,10 @@ class Life:
             assert not output.token_ids
             self.count("prefixes")
             return
-        alone = Generation(order, vocabulary=self.backend._vocabulary)
+        # As everywhere, a grammar decides by itself whether the end token may come.
+        has_grammar = order.request_id in self.backend.fails_at
+        matcher = FailingMatcher(self.backend.info.vocab_size, fails_at=-1) if has_grammar else None
+        alone = Generation(order, vocabulary=self.backend._vocabulary, matcher=matcher)
         texts, ids, ended = [], list(order.prompt_ids), None
         while ended is None and len(texts) < len(output.token_ids):
             one = alone.choose_next(self.model.scores(np.array(ids)))

@@ -30,7 +30,7 @@ from engine_service.backends.exllamav2.generator import GatedGenerator
 from engine_service.backends.exllamav2.job import GatedJob
 from engine_service.backends.exllamav2.masks import MaskFilter, PreparedMatcher
 from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
-from engine_service.backends.generation import Generation, Matcher, Vocabulary, as_tokens
+from engine_service.backends.generation import Generation, Matcher, Vocabulary
 from engine_service.backends.grammar import GrammarCompiler
 from engine_service.backends.holding import Live, Part, RequestHolder
 from engine_service.backends.prefixes import Stored
@@ -300,7 +300,7 @@ class ExLlamaV2Backend(RequestHolder):
     def _pages_for(self, reserved_tokens: int) -> int:
         return min(self._pages.pages_for(reserved_tokens + self._num_draft), int(self._generator.max_pages))
 
-    def _retire(self, live: Live) -> None:
+    def _retire(self, live: Live, *, owner: RequestId | None) -> None:
         self._pages.give_back(self._jobs[live.request_id])
         self._free_ids.append(live.sequence_id)
         live.sequence_id = _NO_SEQUENCE
@@ -310,7 +310,7 @@ class ExLlamaV2Backend(RequestHolder):
         job, num_prompt = self._jobs[live.request_id], live.generation.num_prompt
         tokens = live.generation.tokens(0, num_prompt).copy()
         self._pinned[live.request_id] = _Pinned(job, num_prompt, self._pages.pin(job, num_prompt))
-        self._prefixes.pin(live.request_id, Stored(_NO_SEQUENCE, as_tokens(tokens.tolist())))
+        self._prefixes.pin(live.request_id, Stored(sequence_id=_NO_SEQUENCE, tokens=tokens))
 
     # -- an iteration ----------------------------------------------------------------------------------
 
