@@ -383,7 +383,7 @@ class Engine:
 
     async def pin_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
         """Compute and keep a prompt's beginning; return (its tokens, tokens computed for it now)."""
-        # Not asked of the backend: where whole pages are shared, it does not count the last, partly filled one.
+        # Not asked of the backend: one that shares whole pages does not count the last, partly filled one.
         known = [p for p in self._pinned.values() if p.prompt_ids[: len(prompt_ids)] == prompt_ids]
         for pinned in known:
             pinned.used_at = self._clock()
