@@ -35,6 +35,7 @@ from engine_service.settings import (
     FILE_NAME,
     TOKEN_VARIABLE,
     BackendName,
+    DeviceName,
     NamedResident,
     Overrides,
     SchedulerName,
@@ -120,8 +121,18 @@ def _common(default: str | None = None) -> argparse.ArgumentParser:
 def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default: 8321)")
-    serve.add_argument("--model", type=Path, metavar="PATH", help="a GGUF file (default: the embedded model)")
+    serve.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a GGUF file (default: the embedded model); with ExLlamaV2 a folder",
+    )
     serve.add_argument("--backend", choices=[name.value for name in BackendName])
+    serve.add_argument(
+        "--device",
+        choices=[name.value for name in DeviceName],
+        help="of ExLlamaV2 (default: cuda)",
+    )
     serve.add_argument("--policy", choices=[name.value for name in SchedulerName])
     serve.add_argument("--threads", type=int, metavar="N", help="processor threads of the backend")
     serve.add_argument("--context-tokens", type=int, metavar="N", help="token slots of the KV cache, in all")
@@ -211,10 +222,37 @@ def _opened(settings: Settings) -> Backend:
                 requantise=model.requantise,
                 progress=_progress,
             )
+        case BackendName.EXLLAMAV2:
+            return _opened_exllamav2(settings)
         case BackendName.SIMULATED:
             from engine_service.backends.simulated import SimulatedBackend
 
             return SimulatedBackend(context_tokens=model.context_tokens, max_sequences=model.max_sequences)
+
+
+def _opened_exllamav2(settings: Settings) -> Backend:
+    from engine_service.backends.exllamav2.provision import Options, open_backend
+
+    model, own = settings.model, settings.model.exllamav2
+    options = Options(
+        device=own.device.value,
+        cache_type=own.cache_type.value,
+        chunk_tokens=own.chunk_tokens,
+        gpu_split=own.gpu_split,
+        tensor_parallel=own.tensor_parallel,
+        draft_tokens=own.draft_tokens,
+        draft_path=own.draft_path,
+        lora_paths=own.lora_paths,
+    )
+    return open_backend(
+        model.path,
+        options=options,
+        cache_dir=settings.paths.cache_dir,
+        context_tokens=model.context_tokens,
+        max_sequences=model.max_sequences,
+        threads=model.threads,
+        progress=_progress,
+    )
 
 
 def _engine(settings: Settings, residents: tuple[NamedResident, ...], backend: Backend) -> Engine:

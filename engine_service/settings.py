@@ -69,7 +69,24 @@ class BackendName(StrEnum):
     """The backends that can be chosen."""
 
     LLAMA_CPP = "llama_cpp"
+    EXLLAMAV2 = "exllamav2"
     SIMULATED = "simulated"
+
+
+class DeviceName(StrEnum):
+    """Where ExLlamaV2 computes."""
+
+    CUDA = "cuda"
+    CPU_REFERENCE = "cpu-reference"  #: slow; for tests
+
+
+class CacheType(StrEnum):
+    """What ExLlamaV2's KV cache is stored as."""
+
+    FP16 = "fp16"
+    Q8 = "q8"
+    Q6 = "q6"
+    Q4 = "q4"
 
 
 class SchedulerName(StrEnum):
@@ -113,6 +130,20 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExLlamaV2Settings:
+    """What only this backend has."""
+
+    device: DeviceName = DeviceName.CUDA
+    cache_type: CacheType = CacheType.FP16
+    chunk_tokens: int = 512  #: longest forward pass of a prefill
+    gpu_split: tuple[float, ...] = ()  #: GiB per GPU
+    tensor_parallel: bool = False
+    draft_tokens: int = 0  #: 0: no drafting
+    draft_path: Path | None = None
+    lora_paths: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """What runs, and how large."""
 
@@ -122,6 +153,7 @@ class ModelSettings:
     max_sequences: int = 16  #: requests that run at once
     threads: int | None = None  #: None: the backend's choice
     requantise: bool = True
+    exllamav2: ExLlamaV2Settings = field(default_factory=ExLlamaV2Settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +208,7 @@ class Overrides:
     port: int | None = None
     model: Path | None = None
     backend: str | None = None
+    device: str | None = None
     policy: str | None = None
     threads: int | None = None
     context_tokens: int | None = None
@@ -217,6 +250,13 @@ def _users(value: Any) -> dict[str, ResidentId]:
     if not isinstance(value, dict):
         raise vol.Invalid(f'must be a table like {{"alice@example.org" = "alice"}}, not {shown(value)}')
     return {key: _resident_id(entry) for key, entry in value.items()}
+
+
+def _chunk(value: Any) -> int:
+    chunk: int = whole_number(256)(value)
+    if chunk % 256:
+        raise vol.Invalid(f"must be a multiple of 256, not {shown(value)}")
+    return chunk
 
 
 def _zone(value: Any) -> ZoneInfo:
@@ -306,6 +346,19 @@ _FILE: Final = table(
                 vol.Optional("max_sequences"): whole_number(1, 256),
                 vol.Optional("threads"): whole_number(1, 1024),
                 vol.Optional("requantise"): boolean,
+                vol.Optional("exllamav2"): table(
+                    {
+                        vol.Optional("device"): member(DeviceName),
+                        vol.Optional("cache_type"): member(CacheType),
+                        vol.Optional("chunk_tokens"): _chunk,
+                        vol.Optional("gpu_split"): list_of(number(above=0)),
+                        vol.Optional("tensor_parallel"): boolean,
+                        vol.Optional("draft_tokens"): whole_number(0, 8),
+                        vol.Optional("draft_path"): _PATH,
+                        vol.Optional("lora_paths"): list_of(_PATH),
+                    },
+                    what="key",
+                ),
             },
             what="key",
         ),
@@ -430,7 +483,17 @@ def _model(raw: Mapping[str, Any], base: Path) -> ModelSettings:
     given = dict(raw)
     if "path" in given:
         given["path"] = _located(given["path"], base)
-    return ModelSettings(**given)
+    exllamav2 = _exllamav2(given.pop("exllamav2", {}), base)
+    return ModelSettings(**given, exllamav2=exllamav2)
+
+
+def _exllamav2(raw: Mapping[str, Any], base: Path) -> ExLlamaV2Settings:
+    given = dict(raw)
+    if "draft_path" in given:
+        given["draft_path"] = _located(given["draft_path"], base)
+    given["lora_paths"] = tuple(_located(path, base) for path in given.pop("lora_paths", ()))
+    given["gpu_split"] = tuple(given.pop("gpu_split", ()))
+    return ExLlamaV2Settings(**given)
 
 
 def _policy(raw: Mapping[str, Any]) -> Policy:
@@ -495,6 +558,7 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
         threads=_option(_COUNT, given.threads, "--threads"),
         context_tokens=_option(whole_number(128), given.context_tokens, "--context-tokens"),
         max_sequences=_option(whole_number(1, 256), given.max_sequences, "--max-sequences"),
+        exllamav2=_replaced(model.exllamav2, device=_option(member(DeviceName), given.device, "--device")),
     )
     return _replaced(
         settings,

@@ -12,6 +12,7 @@ from engine_service.errors import SettingsError
 from engine_service.scheduling.model import ClassPolicy, FairnessGoal, Policy, WorkloadClass
 from engine_service.settings import (
     BackendName,
+    ExLlamaV2Settings,
     LogFormat,
     LogSettings,
     ModelSettings,
@@ -117,7 +118,17 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
             f"[[server.tokens]]\nname = 'x'\ntoken = '{TOKEN}'\nscopes = ['all']",
             "server.tokens[0].scopes[0] must be one of generate, residents, metrics, policy, admin, not 'all'",
         ),
-        ("[model]\nbackend = 'cuda'", "model.backend must be one of llama_cpp, simulated, not 'cuda'"),
+        (
+            "[model]\nbackend = 'cuda'",
+            "model.backend must be one of llama_cpp, exllamav2, simulated, not 'cuda'",
+        ),
+        (
+            "[model.exllamav2]\nchunk_tokens = 128",
+            "model.exllamav2.chunk_tokens must be a whole number from 256",
+        ),
+        ("[model.exllamav2]\nchunk_tokens = 700", "model.exllamav2.chunk_tokens must be a multiple of 256"),
+        ("[model.exllamav2]\ncache_type = 'fp8'", "cache_type must be one of fp16, q8, q6, q4, not 'fp8'"),
+        ("[model.exllamav2]\ndraft_tokens = 9", "draft_tokens must be a whole number from 0 to 8"),
         ("[model]\nthreads = 0", "model.threads must be a whole number from 1"),
         ("[policy]\nbackground_reserve = 1.0", "policy: background_reserve must be in [0, 1), not 1.0"),
         (
@@ -198,7 +209,8 @@ def test_a_token_never_shows_when_settings_are_printed(tmp_path: Path) -> None:
     ("section", "kind", "without"),
     [
         ("## `[server]`", ServerSettings, set()),
-        ("## `[model]`", ModelSettings, set()),
+        ("## `[model]`", ModelSettings, {"exllamav2"}),
+        ("## `[model.exllamav2]`", ExLlamaV2Settings, set()),
         ("## `[policy]`", Policy, {"classes"}),
         ("## `[policy]`", ClassPolicy, set()),
         ("## `[paths]`", PathSettings, set()),

@@ -1,0 +1,325 @@
+"""From a model folder to a backend that is ready to step: on a GPU, or on the CPU as a reference.
+
+Decides what is checked before anything is loaded, and how much memory that takes. Knows no settings. torch
+and exllamav2 are imported here, when a backend is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from engine_service.backends.base import ModelError
+
+if TYPE_CHECKING:
+    from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
+
+Progress = Callable[[str], None]
+
+CACHE_TYPES: Final = ("fp16", "q8", "q6", "q4")
+_CACHE_BITS: Final = {"fp16": 16.0, "q8": 8.5, "q6": 6.5, "q4": 4.5}
+_CACHE_CLASSES: Final = {
+    "fp16": "ExLlamaV2Cache",
+    "q8": "ExLlamaV2Cache_Q8",
+    "q6": "ExLlamaV2Cache_Q6",
+    "q4": "ExLlamaV2Cache_Q4",
+}
+_PACKAGES: Final = ("torch", "exllamav2", "tokenizers", "safetensors", "numpy", "rich", "PIL")
+_OVERHEAD_BYTES: Final = 768 * 2**20  # context, kernels, buffers: an estimate; loading itself decides
+_GIB: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a model is loaded."""
+
+    device: str = "cuda"  #: "cuda", or "cpu-reference": slow, for tests
+    cache_type: str = "fp16"  #: one of CACHE_TYPES
+    chunk_tokens: int = 512  #: longest forward pass of a prefill; a multiple of 256
+    gpu_split: tuple[float, ...] = ()  #: GiB per GPU; none: filled one after the other
+    tensor_parallel: bool = False
+    draft_tokens: int = 0  #: tokens drafted per iteration; 0 is off
+    draft_path: Path | None = None  #: a smaller model of the same vocabulary; none: drafts by n-grams
+    lora_paths: tuple[Path, ...] = ()
+
+
+def open_backend(
+    model_path: Path | None,
+    *,
+    options: Options,
+    cache_dir: Path,
+    context_tokens: int,
+    max_sequences: int,
+    threads: int | None = None,
+    progress: Progress,
+) -> ExLlamaV2Backend:
+    """Open a model and return a backend that has computed once.
+
+    On a GPU model_path is a folder of EXL2, GPTQ or FP16 weights. The device cpu-reference takes a GGUF file
+    of a Llama model, by default the embedded one. progress gets one plain sentence per step. Raises
+    ModelError that says what is wrong and what would be right.
+    """
+    _check(options, context_tokens)
+    _check_packages()
+    started = time.perf_counter()
+    cache_tokens = context_tokens - context_tokens % 256
+    with contextlib.redirect_stdout(sys.stderr):  # the library reports there; ours says READY only
+        if options.device == "cpu-reference":
+            loaded, paged = _load_reference(model_path, options, cache_tokens, cache_dir, threads), True
+        else:
+            loaded, paged = _load(model_path, options, cache_tokens, max_sequences, progress)
+        from engine_service.backends.exllamav2.backend import ExLlamaV2Backend
+
+        try:
+            backend = ExLlamaV2Backend(
+                loaded,
+                max_sequences=max_sequences,
+                chunk_tokens=options.chunk_tokens,
+                paged=paged,
+                num_draft_tokens=options.draft_tokens,
+            )
+            backend.warm_up()
+        except ValueError as error:
+            raise ModelError(str(error)) from error
+    capacity = backend.capacity
+    progress(
+        f"{backend.info.name} is ready on {options.device} after {time.perf_counter() - started:.1f} s: "
+        f"{capacity.num_pages} pages of {capacity.page_tokens} tokens, "
+        f"{capacity.max_sequences} requests at once"
+    )
+    return backend
+
+
+# -- what is checked before anything is loaded -----------------------------------------------------------
+
+
+def _check(options: Options, context_tokens: int) -> None:
+    if context_tokens < 256:
+        raise ModelError(
+            f"context_tokens must be at least 256 with ExLlamaV2, one page, not {context_tokens}"
+        )
+    if options.cache_type not in CACHE_TYPES:
+        raise ModelError(f"cache_type must be one of {', '.join(CACHE_TYPES)}, not {options.cache_type!r}")
+    if options.chunk_tokens < 256 or options.chunk_tokens % 256:
+        raise ModelError(f"chunk_tokens must be a multiple of 256, at least 256, not {options.chunk_tokens}")
+
+
+def _check_packages() -> None:
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"the backend exllamav2 needs Python packages that are not installed here: {', '.join(missing)}; "
+            "docs/backends.md says which (scripts/setup exllamav2 builds an environment for the CPU)"
+        )
+
+
+def _check_directory(path: Path | None) -> Path:
+    if path is None:
+        raise ModelError(
+            "model.path must name a folder with EXL2, GPTQ or FP16 weights; there is no default on a GPU"
+        )
+    if not path.is_dir():
+        raise ModelError(f"{path}: this is not a folder; give the folder of an EXL2 model, not a file in it")
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ModelError(f"{path}: there is no {name}; is the download complete?")
+    _check_weights(path)
+    return path
+
+
+def _check_weights(path: Path) -> None:
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"{path}: there are no *.safetensors files; ExLlamaV2 loads EXL2, GPTQ or FP16 weights"
+        )
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+            try:
+                described = json.loads(opened.read(min(header, size)))
+            except ValueError as error:
+                raise ModelError(f"{file}: the header is damaged; is the download complete?") from error
+        ends = [entry["data_offsets"][1] for name, entry in described.items() if name != "__metadata__"]
+        if ends and 8 + header + max(ends) > size:
+            raise ModelError(
+                f"{file}: the file is cut short: {size} bytes instead of {8 + header + max(ends)}"
+            )
+
+
+# -- on the CPU ------------------------------------------------------------------------------------------
+
+
+def _load_reference(
+    path: Path | None, options: Options, cache_tokens: int, cache_dir: Path, threads: int | None
+) -> Loaded:
+    from engine_service.backends.exllamav2 import cpu_extension
+
+    cpu_extension.install()
+    import torch
+    from exllamav2 import ExLlamaV2Cache, ExLlamaV2Tokenizer
+
+    from engine_service.backends.exllamav2.backend import Loaded
+    from engine_service.backends.exllamav2.cpu_reference import ReferenceModel, model_directory
+    from engine_service.backends.exllamav2.gguf import GgufFile
+    from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
+    from engine_service.backends.llama_cpp.provision import default_model_path
+
+    if options.draft_path or options.lora_paths or options.cache_type != "fp16":
+        raise ModelError("cpu-reference knows neither draft models nor LoRAs, and its cache_type is fp16")
+    file = GgufFile(path or default_model_path())
+    directory = model_directory(file, cache_dir)
+    model = ReferenceModel(file, directory, max_seq_len=cache_tokens, max_input_len=options.chunk_tokens)
+    # Importing exllamav2 sets one thread.
+    torch.set_num_threads(threads or max(1, (os.cpu_count() or 2) - 1))
+    return Loaded(
+        name=f"{file.path.stem}-cpu-reference",
+        model=model,
+        cache=ExLlamaV2Cache(model, max_seq_len=cache_tokens),
+        tokenizer=ExLlamaV2Tokenizer(model.config),
+        texts=DirectoryTokenizer(directory),
+    )
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------
+
+
+def _load(
+    model_path: Path | None, options: Options, cache_tokens: int, max_sequences: int, progress: Progress
+) -> tuple[Loaded, bool]:
+    """Return the model and whether its cache is paged."""
+    path = _check_directory(model_path)
+    torch = _cuda()
+    _check_extension(progress)
+    library = importlib.import_module("exllamav2")
+    attention = importlib.import_module("exllamav2.attn")
+    from engine_service.backends.exllamav2.backend import Loaded
+    from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
+
+    config = _config(library, path, options, cache_tokens, max_sequences)
+    paged = bool(attention.has_flash_attn_with_paged) and not config.no_flash_attn
+    if not paged:
+        progress(
+            "flash-attn 2.5.7 or later is not usable here: the cache is not paged, and one request runs at a "
+            "time; others wait, and a more urgent one takes its place"
+        )
+    needed = _needed_bytes(path, config, options.cache_type, cache_tokens)
+    draft_path, draft_config = options.draft_path, None
+    if draft_path is not None:
+        draft_config = _config(library, _check_directory(draft_path), options, cache_tokens, max_sequences)
+        needed += _needed_bytes(draft_path, draft_config, options.cache_type, cache_tokens)
+    _check_memory(torch, needed)
+    model, cache = _into_memory(library, torch, config, options, cache_tokens)
+    draft_model = draft_cache = None
+    if draft_config is not None:
+        draft_model, draft_cache = _into_memory(library, torch, draft_config, options, cache_tokens)
+    loras = tuple(library.ExLlamaV2Lora.from_directory(model, str(lora)) for lora in options.lora_paths)
+    loaded = Loaded(
+        name=path.name,
+        model=model,
+        cache=cache,
+        tokenizer=library.ExLlamaV2Tokenizer(config),
+        texts=DirectoryTokenizer(path),
+        draft_model=draft_model,
+        draft_cache=draft_cache,
+        loras=loras,
+    )
+    return loaded, paged
+
+
+def _cuda() -> Any:
+    torch = importlib.import_module("torch")
+    if torch.version.cuda is None:
+        raise ModelError(
+            f"torch {torch.__version__} was built without CUDA; install a CUDA build that ExLlamaV2 has "
+            'wheels for (2.9 at most), or use device = "cpu-reference" or backend = "llama_cpp"'
+        )
+    if not torch.cuda.is_available():
+        raise ModelError(
+            "torch finds no usable NVIDIA GPU; check that nvidia-smi lists one, and that a container was "
+            'given it (--gpus all); without a GPU use backend = "llama_cpp"'
+        )
+    return torch
+
+
+def _check_extension(progress: Progress) -> None:
+    if find_spec("exllamav2_ext") is not None:
+        return
+    if shutil.which("nvcc") is None or not os.environ.get("CUDA_HOME"):
+        raise ModelError(
+            "exllamav2 is installed without its compiled part (exllamav2_ext); install the wheel that matches "
+            "Python, torch and CUDA, or set CUDA_HOME and have nvcc on PATH to compile it once"
+        )
+    progress("compiling ExLlamaV2's kernels, once; this takes several minutes")
+
+
+def _config(library: Any, path: Path, options: Options, cache_tokens: int, max_sequences: int) -> Any:
+    described = json.loads((path / "config.json").read_text("utf-8"))
+    architecture = next(iter(described.get("architectures") or []), None)
+    source = (Path(library.__file__).parent / "architecture.py").read_text("utf-8")
+    # The library loads what it does not know as if it were Llama; its list of names is in its source only.
+    if architecture is None or f'"{architecture}"' not in source:
+        raise ModelError(f"{path}: ExLlamaV2 does not know the architecture {architecture!r}")
+    try:
+        config = library.ExLlamaV2Config(str(path))
+    except Exception as error:  # assertions, KeyErrors and the like
+        raise ModelError(
+            f"{path}: ExLlamaV2 cannot read this model ({type(error).__name__}: {error})"
+        ) from error
+    config.arch_compat_overrides(quiet=True)
+    config.max_seq_len = min(config.max_seq_len, cache_tokens)
+    config.max_input_len = min(options.chunk_tokens, config.max_seq_len)
+    config.max_attention_size = config.max_input_len**2
+    config.max_batch_size = max(1, max_sequences)
+    return config
+
+
+def _needed_bytes(path: Path, config: Any, cache_type: str, cache_tokens: int) -> int:
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return weights + int(per_token * cache_tokens * _CACHE_BITS[cache_type] / 8) + _OVERHEAD_BYTES
+
+
+def _check_memory(torch: Any, needed: int) -> None:
+    free = sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+    if needed > free:
+        raise ModelError(
+            f"the model and its cache need about {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of GPU "
+            "memory are free; use a smaller model, fewer context_tokens, or a smaller cache_type (q8, q6, q4)"
+        )
+
+
+def _into_memory(
+    library: Any, torch: Any, config: Any, options: Options, cache_tokens: int
+) -> tuple[Any, Any]:
+    model = library.ExLlamaV2(config)
+    cache_class = getattr(library, _CACHE_CLASSES[options.cache_type])
+    split = list(options.gpu_split) or None
+    try:
+        if options.tensor_parallel:
+            model.load_tp(split, expect_cache_tokens=cache_tokens, expect_cache_base=cache_class)
+            return model, library.ExLlamaV2Cache_TP(model, base=cache_class, max_seq_len=cache_tokens)
+        if split:
+            model.load(split)
+            return model, cache_class(model, max_seq_len=cache_tokens)
+        cache = cache_class(model, max_seq_len=cache_tokens, lazy=True)
+        model.load_autosplit(cache)
+        return model, cache
+    except (RuntimeError, ValueError) as error:
+        # Out of memory, among others: torch.cuda.OutOfMemoryError is a RuntimeError.
+        model.unload()
+        gc.collect()
+        torch.cuda.empty_cache()
+        raise ModelError(f"{config.model_dir}: the model could not be loaded ({error})") from error
