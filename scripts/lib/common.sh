@@ -8,6 +8,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 ENGINE_ENV="$ROOT/.venv/engine"
 HA_ENV="$ROOT/.venv/ha"
 BROWSER_ENV="$ROOT/.venv/browser"
+EXLLAMAV2_ENV="$ROOT/.venv/exllamav2"
 LOG_DIR="$ROOT/.venv/log"
 CACHE_DIR="${XDG_CACHE_HOME:-$HOME/.cache}/fairhearth"
 

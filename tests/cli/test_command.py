@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import stat
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,14 @@ async def test_a_model_file_that_is_missing_is_named(tmp_path: Path) -> None:
     code, out, err = await run(tmp_path, "serve", "--port", "0", "--model", "missing.gguf")
     assert (code, out) == (4, "")
     assert "missing.gguf" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(find_spec("torch") is not None, reason="torch is installed here")
+async def test_a_backend_whose_packages_are_missing_is_told(tmp_path: Path) -> None:
+    code, out, err = await run(tmp_path, "serve", "--backend", "exllamav2", "--port", "0")
+    assert (code, out) == (4, "")
+    assert "needs Python packages that are not installed here: torch, exllamav2" in err
     assert "Traceback" not in err
 
 

@@ -124,7 +124,7 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
         ),
         (
             "[model.exllamav2]\nchunk_tokens = 128",
-            "model.exllamav2.chunk_tokens must be a whole number from 256",
+            "chunk_tokens must be a whole number >= 256",
         ),
         ("[model.exllamav2]\nchunk_tokens = 700", "model.exllamav2.chunk_tokens must be a multiple of 256"),
         ("[model.exllamav2]\ncache_type = 'fp8'", "cache_type must be one of fp16, q8, q6, q4, not 'fp8'"),

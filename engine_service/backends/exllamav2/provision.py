@@ -259,7 +259,7 @@ def _check_extension(progress: Progress) -> None:
         return
     if shutil.which("nvcc") is None or not os.environ.get("CUDA_HOME"):
         raise ModelError(
-            "exllamav2 is installed without its compiled part (exllamav2_ext); install the wheel that matches "
+            "exllamav2 is installed without its compiled part (exllamav2_ext); install a wheel that matches "
             "Python, torch and CUDA, or set CUDA_HOME and have nvcc on PATH to compile it once"
         )
     progress("compiling ExLlamaV2's kernels, once; this takes several minutes")
