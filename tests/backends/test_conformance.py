@@ -13,9 +13,8 @@ import itertools
 import pytest
 
 from engine_service.backends.base import Backend, ChunkOrder, FinishReason, Sampling
-from engine_service.backends.llama_cpp.backend import LlamaCppBackend
 from engine_service.scheduling.model import PreemptionMode, RequestId
-from tests.backends.conftest import AnyBackend
+from tests.backends.conftest import HAS_EXLLAMAV2, AnyBackend
 from tests.backends.driver import Driver, Output, assert_same_but_near_ties
 
 QUESTIONS = {
@@ -26,6 +25,7 @@ QUESTIONS = {
 }
 # Promises about single cells; where pages are shared, test_exllamav2_guards.py has their like.
 ON_CELLS = pytest.mark.parametrize("backend", ["simulated", "llama_cpp"], indirect=True)
+WITHOUT_LLAMA_CPP = ["simulated", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
 WITH_GAPS = Sampling(temperature=0.0, num_logprobs=2)
 
 
@@ -486,10 +486,10 @@ def test_an_answer_ends_at_max_tokens(driver: Driver) -> None:
     assert len(output.token_ids) == 5
 
 
+@pytest.mark.parametrize("backend", WITHOUT_LLAMA_CPP, indirect=True)
 def test_an_answer_ends_where_the_context_does(backend: AnyBackend, driver: Driver) -> None:
+    """Filling 2048 tokens takes llama.cpp long; test_llama_cpp.py does it with a small context."""
     most = backend.capacity.max_context_tokens
-    if isinstance(backend, LlamaCppBackend):
-        pytest.skip("filling 2048 tokens takes long; test_llama_cpp does it with a small context")
     order = driver.order("full", tuple(range(20, 220)) * 10, 100, ignore_eos=True)
     driver.admit(order, reserved_tokens=most)
     driver.finish("full")
