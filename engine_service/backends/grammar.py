@@ -13,6 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -26,13 +27,21 @@ _NUM_KEPT: Final = 64
 class GrammarCompiler:
     """Compiles constraints for one model (any thread) and keeps the latest."""
 
-    def __init__(self, vocab_size: int, build_tokenizer: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        build_tokenizer: Callable[[Any], Any],
+        *,
+        in_use: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Prepare nothing yet: the token table takes a quarter of a second and may never be needed.
 
-        build_tokenizer gets the module llguidance and returns its LLTokenizer for the model.
+        build_tokenizer gets the module llguidance and returns its LLTokenizer for the model. in_use keeps
+        the model's vocabulary from being freed meanwhile, where that can happen.
         """
         self._vocab_size = vocab_size
         self._build_tokenizer = build_tokenizer
+        self._in_use = in_use
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
@@ -42,7 +51,7 @@ class GrammarCompiler:
 
         llguidance reads the model's vocabulary while it compiles: BackendError once the model is closed.
         """
-        with self._lock, self._model.in_use():
+        with self._lock, self._in_use():
             prototype = self._compiled.get(constraint)
             if prototype is None:
                 prototype = self._compile(constraint)

@@ -57,7 +57,7 @@ class LlamaCppBackend(SequenceHolder):
             model, num_cells=context_tokens, num_sequences=num_ids, micro_batch=micro_batch, threads=threads
         )
         self._tokenizer = ModelTokenizer(model)
-        self._grammars = GrammarCompiler(model.vocab_size, model.grammar_tokenizer)
+        self._grammars = GrammarCompiler(model.vocab_size, model.grammar_tokenizer, in_use=model.in_use)
         self._capacity = self._describe_capacity(max_sequences)
         self._info = self._describe_model()
         vocabulary = Vocabulary(
