@@ -116,7 +116,8 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
         ("[[server.tokens]]\nname = 'x'", "server.tokens[0].scopes is missing"),
         (
             f"[[server.tokens]]\nname = 'x'\ntoken = '{TOKEN}'\nscopes = ['all']",
-            "server.tokens[0].scopes[0] must be one of generate, residents, metrics, policy, admin, not 'all'",
+            "server.tokens[0].scopes[0] must be one of generate, residents, metrics, policy, admin, "
+            "not 'all'",
         ),
         (
             "[model]\nbackend = 'cuda'",
