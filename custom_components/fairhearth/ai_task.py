@@ -18,7 +18,7 @@ from .chat import schema_of
 from .const import DEFAULT_TASK_MAX_TOKENS, DOMAIN, SUBENTRY_AI_TASK
 from .coordinator import FairhearthConfigEntry
 from .engine_client import Finished
-from .entity import FairhearthLLMEntity
+from .entity import AnswerFormat, FairhearthLLMEntity
 from .origin import async_origin_of_task
 
 PARALLEL_UPDATES = 0
@@ -58,8 +58,9 @@ class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
             chat_log,
             self._attribute(origin),
             default_max_tokens=DEFAULT_TASK_MAX_TOKENS,
-            json_schema_name=slugify(task.name),
-            json_schema=schema_of(task.structure, serializer) if task.structure else None,
+            answer_format=AnswerFormat(name=slugify(task.name), schema=schema_of(task.structure, serializer))
+            if task.structure
+            else AnswerFormat(),
         )
         return ai_task.GenDataTaskResult(
             conversation_id=chat_log.conversation_id,

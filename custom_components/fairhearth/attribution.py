@@ -5,11 +5,13 @@ engine never guesses either, so this table is the only place where a person beco
 
 Rules, first match wins:
 * A voice satellite is heard: the work is `voice`, even inside a script, because a person stands there and
-  waits.
-* Inside an automation or script, or as an AI task, the work is `background`.
-* Everything else is someone typing: `chat`.
-* A known user decides the resident; then the user who set off the automation; then the satellite; then its
-  area.
+  waits; `accessibility` where the household marked the satellite, or the agent that is spoken to.
+* An AI task is what the task is set to, `background` if nothing else was chosen.
+* Inside an automation or script the work is `background`.
+* Everything else is someone typing: what the agent is set to, `chat` if nothing else was chosen. After many
+  calls of tools it is an `agent` at work rather than a conversation.
+* A known user decides the resident; then the user who set off the automation; then, for someone who speaks or
+  types, the agent that is theirs; then the satellite; then its area.
 * A user who belongs to no resident, and a voice or chat without any hint, is `guest`. Background work nobody
   asked for by name is `house`.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -57,6 +59,7 @@ class Origin:
     parent_user_id: str | None = None  #: of the action that set off the automation
     satellite_id: str | None = None  #: entity id of the voice satellite
     area_id: str | None = None  #: where the satellite or device stands
+    agent_id: str | None = None  #: entity id of the agent that is asked
     is_traced: bool = False  #: runs inside an automation or script
     is_task: bool = False  #: an AI task, not a conversation
 
@@ -69,6 +72,21 @@ class ResidentRule:
     user_ids: frozenset[str] = field(default_factory=frozenset)
     satellite_ids: frozenset[str] = field(default_factory=frozenset)
     area_ids: frozenset[str] = field(default_factory=frozenset)
+    agent_ids: frozenset[str] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassRule:
+    """What work counts as, as the household set it up for an agent or a task."""
+
+    voice: WorkloadClass = WorkloadClass.VOICE
+    chat: WorkloadClass = WorkloadClass.CHAT
+    task: WorkloadClass = WorkloadClass.BACKGROUND
+    accessibility_satellite_ids: frozenset[str] = field(default_factory=frozenset)
+
+
+AGENT_AFTER_CALLS: Final = 3
+"""Rounds of tool calls after which a typed conversation counts as an agent at work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,35 +97,49 @@ class Attribution:
     workload_class: WorkloadClass
 
 
-def attribute(origin: Origin, rules: Sequence[ResidentRule]) -> Attribution:
+def attribute(origin: Origin, rules: Sequence[ResidentRule], classes: ClassRule = ClassRule()) -> Attribution:
     """Return who is charged and as what; where two residents claim one thing, the first in order has it."""
-    workload_class = _workload_class(origin)
-    return Attribution(resident_id=_resident_id(origin, rules, workload_class), workload_class=workload_class)
+    return Attribution(
+        resident_id=_resident_id(origin, rules), workload_class=_workload_class(origin, classes)
+    )
 
 
-def _workload_class(origin: Origin) -> WorkloadClass:
+def after_calls(attribution: Attribution, num_rounds: int) -> Attribution:
+    """Return how a turn counts after rounds of tool calls: as it began, but for a chat that became work."""
+    if attribution.workload_class is WorkloadClass.CHAT and num_rounds >= AGENT_AFTER_CALLS:
+        return replace(attribution, workload_class=WorkloadClass.AGENT)
+    return attribution
+
+
+def _workload_class(origin: Origin, classes: ClassRule) -> WorkloadClass:
     if origin.satellite_id is not None:
-        return WorkloadClass.VOICE
-    if origin.is_traced or origin.is_task:
-        return WorkloadClass.BACKGROUND
-    return WorkloadClass.CHAT
+        is_marked = origin.satellite_id in classes.accessibility_satellite_ids
+        return WorkloadClass.ACCESSIBILITY if is_marked else classes.voice
+    if origin.is_task:
+        return classes.task
+    return WorkloadClass.BACKGROUND if origin.is_traced else classes.chat
 
 
-def _resident_id(origin: Origin, rules: Sequence[ResidentRule], workload_class: WorkloadClass) -> str:
+def _resident_id(origin: Origin, rules: Sequence[ResidentRule]) -> str:
     for user_id in (origin.user_id, origin.parent_user_id):
         for rule in rules:
             if user_id in rule.user_ids:
                 return rule.resident_id
-    if workload_class is WorkloadClass.VOICE:
+    asked_by_someone = origin.user_id is not None or origin.parent_user_id is not None
+    is_present = origin.satellite_id is not None or not (origin.is_traced or origin.is_task)
+    if not is_present:
+        return GUEST if asked_by_someone else HOUSE
+    if not asked_by_someone or origin.satellite_id is not None:
+        for rule in rules:
+            if origin.agent_id in rule.agent_ids:
+                return rule.resident_id
+    if origin.satellite_id is not None:
         for rule in rules:
             if origin.satellite_id in rule.satellite_ids:
                 return rule.resident_id
         for rule in rules:
             if origin.area_id in rule.area_ids:
                 return rule.resident_id
-    asked_by_someone = origin.user_id is not None or origin.parent_user_id is not None
-    if workload_class is WorkloadClass.BACKGROUND and not asked_by_someone:
-        return HOUSE
     return GUEST
 
 

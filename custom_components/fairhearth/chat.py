@@ -8,7 +8,10 @@ word; a tool call starts to run as soon as its delta is seen, so text before it 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import probatio
@@ -34,12 +37,23 @@ from .engine_client import (
 MAX_HELD_CHARACTERS: Final = 24
 """Text without a space is passed on after this many characters: some languages have none."""
 
+WAIT_NOTICE: Final = object()
+"""Marks what was said to pass the time; the model never reads it."""
+
+ANNOUNCE_AFTER_S: Final = 5.0
+"""How long someone waits in silence before they are told that they wait."""
+
 type Serializer = Callable[[Any], Any]
 
 
 def messages_of(contents: Iterable[conversation.Content]) -> tuple[Message, ...]:
-    """Return the chat log as the engine's messages, in order."""
-    return tuple(_message_of(content) for content in contents)
+    """Return the chat log as the engine's messages, in order, without what was only said to pass the time."""
+    return tuple(_message_of(content) for content in contents if not is_notice(content))
+
+
+def is_notice(content: conversation.Content) -> bool:
+    """Return whether we said it, not the model."""
+    return isinstance(content, conversation.AssistantContent) and content.native is WAIT_NOTICE
 
 
 def _message_of(content: conversation.Content) -> Message:
@@ -84,36 +98,79 @@ def schema_of(schema: probatio.Schema, serializer: Serializer | None) -> JsonObj
 
 
 async def deltas(
-    events: AsyncIterator[ChatEvent], on_finished: Callable[[Finished], None]
+    events: AsyncGenerator[ChatEvent],
+    on_finished: Callable[[Finished], None],
+    *,
+    wait_notice: str | None = None,
 ) -> AsyncGenerator[conversation.AssistantContentDeltaDict]:
     """Yield the chat log's deltas for one answer; report how it ended.
 
     The first delta names the role as soon as the engine has accepted the request, so that a listener knows
-    that it was heard long before the first word.
+    that it was heard long before the first word. With a wait_notice, which may name `{count}`, someone whose
+    turn is long in coming is told so once.
     """
     held = ""
-    async for event in events:
-        match event:
-            case Accepted():
-                yield {"role": "assistant"}
-            case TextDelta(text=text):
-                ready, held = _whole_words(held + text)
-                if ready:
-                    yield {"content": ready}
-            case ReasoningDelta(text=text):
-                yield {"thinking_content": text}
-            case ToolCalled(call=call):
-                if held:
-                    yield {"content": held}
-                    held = ""
-                yield {"tool_calls": [_tool_input_of(call)]}
-            case Finished():
-                if held:
-                    yield {"content": held}
-                    held = ""
-                on_finished(event)
-            case Usage():
-                pass  # the engine's own measures in Finished say more
+    source: AsyncGenerator[ChatEvent | _Waiting] = events
+    if wait_notice is not None:
+        source = _with_notice(events, wait_notice)
+    async with aclosing(source):
+        async for event in source:
+            match event:
+                case Accepted():
+                    yield {"role": "assistant"}
+                case _Waiting(notice=notice):
+                    yield {"content": notice, "native": WAIT_NOTICE}
+                    yield {"role": "assistant"}
+                case TextDelta(text=text):
+                    ready, held = _whole_words(held + text)
+                    if ready:
+                        yield {"content": ready}
+                case ReasoningDelta(text=text):
+                    yield {"thinking_content": text}
+                case ToolCalled(call=call):
+                    if held:
+                        yield {"content": held}
+                        held = ""
+                    yield {"tool_calls": [_tool_input_of(call)]}
+                case Finished():
+                    if held:
+                        yield {"content": held}
+                        held = ""
+                    on_finished(event)
+                case Usage():
+                    pass  # the engine's own measures in Finished say more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """Nothing was answered for a while."""
+
+    notice: str
+
+
+async def _with_notice(
+    events: AsyncGenerator[ChatEvent], wait_notice: str
+) -> AsyncGenerator[ChatEvent | _Waiting]:
+    """Yield the events, and after the first one what to say if the second is long in coming."""
+    first = await anext(events, None)
+    if first is None:
+        return
+    yield first
+    upcoming = asyncio.ensure_future(anext(events, None))
+    try:
+        if isinstance(first, Accepted) and first.num_ahead:
+            done, _ = await asyncio.wait({upcoming}, timeout=ANNOUNCE_AFTER_S)
+            if not done:
+                yield _Waiting(notice=wait_notice.format(count=first.num_ahead))
+        event = await upcoming
+    finally:
+        upcoming.cancel()
+        # Waited for, so that the stream is not in use when it is closed; what it ends with was raised above.
+        await asyncio.gather(upcoming, return_exceptions=True)
+    if event is not None:
+        yield event
+        async for event in events:
+            yield event
 
 
 def _whole_words(text: str) -> tuple[str, str]:

@@ -21,11 +21,22 @@ SUBENTRY_RESIDENT: Final = "resident"
 CONF_MAX_TOKENS: Final = "max_tokens"
 CONF_TEMPERATURE: Final = "temperature"
 
+CONF_TOP_P: Final = "top_p"
+CONF_VOICE_CLASS: Final = "voice_class"
+CONF_CHAT_CLASS: Final = "chat_class"
+CONF_TASK_CLASS: Final = "workload_class"
+CONF_CONTEXT_TOKENS: Final = "context_tokens"
+CONF_ANNOUNCE_WAIT: Final = "announce_wait"
+
+CONF_ACCESSIBILITY_SATELLITES: Final = "accessibility_satellites"
+
 CONF_RESIDENT_ID: Final = "resident_id"
 CONF_PERSON: Final = "person"
 CONF_USERS: Final = "users"
 CONF_SATELLITES: Final = "satellites"
 CONF_AREAS: Final = "areas"
+CONF_AGENTS: Final = "agents"
+CONF_PAGE_CAP: Final = "page_cap"
 CONF_WEIGHT: Final = "weight"
 CONF_DAILY_TOKENS: Final = "daily_tokens"
 CONF_DAILY_IS_HARD: Final = "daily_is_hard"
@@ -33,6 +44,9 @@ CONF_DAILY_IS_HARD: Final = "daily_is_hard"
 DEFAULT_MAX_TOKENS: Final = 512
 DEFAULT_TASK_MAX_TOKENS: Final = 1024
 DEFAULT_WEIGHT: Final = 1
+
+MAX_TOKEN_NAME_CHARACTERS: Final = 64
+"""The engine takes no longer name for a token."""
 
 UNIT_TOKENS: Final = "tokens"
 

@@ -15,11 +15,11 @@ from homeassistant.helpers.start import async_at_started
 from homeassistant.util.ulid import ulid_now
 
 from .chat import messages_of, tools_of
-from .const import DEFAULT_MAX_TOKENS, DOMAIN, LOGGER, SUBENTRY_CONVERSATION
+from .const import CONF_ANNOUNCE_WAIT, DEFAULT_MAX_TOKENS, DOMAIN, LOGGER, SUBENTRY_CONVERSATION
 from .coordinator import FairhearthConfigEntry
 from .engine_client import EngineError
 from .entity import FairhearthLLMEntity
-from .errors import async_localized
+from .errors import async_localized, async_text
 from .origin import async_origin_of_conversation
 
 PARALLEL_UPDATES = 0
@@ -86,6 +86,7 @@ class FairhearthAgent(
             LOGGER.debug("%s: the prompt could not be pinned: %s", self.entity_id, err)
         else:
             LOGGER.debug("%s: %s tokens pinned", self.entity_id, pin.prefix_tokens)
+            self.coordinator.prompt_tokens[self.subentry.subentry_id] = pin.prefix_tokens
 
     async def _async_empty_chat_log(self, language: str | None) -> conversation.ChatLog:
         """Return a chat log with the system prompt and the tools, as for a speaker who is not known yet."""
@@ -132,7 +133,18 @@ class FairhearthAgent(
         if not user_input.text.strip():
             raise HomeAssistantError(translation_domain=DOMAIN, translation_key="nothing_said")
         origin = async_origin_of_conversation(self.hass, user_input, self.coordinator.context_users)
-        await self._async_answer(chat_log, self._attribute(origin), default_max_tokens=DEFAULT_MAX_TOKENS)
+        await self._async_answer(
+            chat_log,
+            self._attribute(origin),
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            wait_notice=await self._async_wait_notice(user_input.language),
+        )
+
+    async def _async_wait_notice(self, language: str) -> str | None:
+        """Return what is said to someone whose turn is long in coming, None where silence is wanted."""
+        if not self.subentry.data.get(CONF_ANNOUNCE_WAIT):
+            return None
+        return await async_text(self.hass, "please_wait", language)
 
     async def _async_spoken_error(
         self,

@@ -62,6 +62,8 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         )
         self.client = client
         self.context_users = ContextUsers()
+        self.prompt_tokens: dict[str, int] = {}
+        """How long the prompt of each agent is, by subentry, where the engine has counted it."""
         self._structure = structure_of(entry)
         self._registrar = ResidentRegistrar(hass, entry, client)
         self.jobs = JobWatcher(hass, entry, client)

@@ -8,23 +8,34 @@ engine).
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Final, override
 
 from homeassistant.components import conversation
 from homeassistant.config_entries import ConfigSubentry
+from homeassistant.const import CONF_MODEL
 from homeassistant.core import callback
 from homeassistant.exceptions import HomeAssistantError
 from homeassistant.helpers import device_registry as dr
 from homeassistant.helpers.entity import Entity
 from homeassistant.helpers.update_coordinator import CoordinatorEntity
 
-from .attribution import Attribution, Origin, attribute
-from .chat import deltas, messages_of, tools_of
-from .const import CONF_MAX_TOKENS, CONF_TEMPERATURE, DOMAIN, LOGGER, MANUFACTURER
+from .attribution import Attribution, Origin, after_calls, attribute
+from .chat import deltas, is_notice, messages_of, tools_of
+from .const import (
+    CONF_CONTEXT_TOKENS,
+    CONF_MAX_TOKENS,
+    CONF_TEMPERATURE,
+    CONF_TOP_P,
+    DOMAIN,
+    LOGGER,
+    MANUFACTURER,
+)
+from .context import Fitted, TokenScale, fit, length_of
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
-from .engine_client import ChatRequest, EngineError, Finished, JsonObject
+from .engine_client import ChatRequest, EngineError, Finished, JsonObject, PromptTooLong
 from .errors import as_home_assistant_error
-from .residents import rules_of
+from .residents import classes_of, rules_of
 
 MAX_TOOL_ITERATIONS: Final = 10
 """Most times the model may answer with tool calls before it must come to an end."""
@@ -94,6 +105,14 @@ def account_key(coordinator: FairhearthCoordinator, account: str) -> str:
     return f"{coordinator.config_entry.entry_id}_{account}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """What an answer must look like; text if nothing is said."""
+
+    name: str | None = None
+    schema: JsonObject | None = None
+
+
 class FairhearthLLMEntity(Entity):
     """An entity that answers: one per conversation or AI task subentry."""
 
@@ -107,6 +126,8 @@ class FairhearthLLMEntity(Entity):
         self.coordinator = entry.runtime_data
         self._attr_unique_id = subentry.subentry_id
         self._attr_device_info = subentry_device(self.coordinator, subentry)
+        self._scale = TokenScale()
+        self._classes = classes_of(entry, subentry)
 
     @property
     @override
@@ -129,7 +150,7 @@ class FairhearthLLMEntity(Entity):
 
     def _attribute(self, origin: Origin) -> Attribution:
         """Return who is charged and as what."""
-        attribution = attribute(origin, rules_of(self.hass, self.entry))
+        attribution = attribute(origin, rules_of(self.hass, self.entry), self._classes)
         LOGGER.debug("%s: %s is charged as %s", self.entity_id, origin, attribution)
         return attribution
 
@@ -139,53 +160,86 @@ class FairhearthLLMEntity(Entity):
         attribution: Attribution,
         *,
         default_max_tokens: int,
-        json_schema_name: str | None = None,
-        json_schema: JsonObject | None = None,
+        answer_format: AnswerFormat = AnswerFormat(),
+        wait_notice: str | None = None,
     ) -> tuple[str, Finished | None]:
         """Complete the chat log; return the last answer and how it ended. Raises a translated error."""
-        finished: list[Finished] = []
-        for _ in range(MAX_TOOL_ITERATIONS):
+        last: Finished | None = None
+        for num_rounds in range(MAX_TOOL_ITERATIONS):
             num_before = len(chat_log.content)
-            request = self._request(chat_log, attribution, default_max_tokens, json_schema_name, json_schema)
-            try:
-                async with (
-                    aclosing(self.coordinator.async_chat(request)) as events,
-                    aclosing(deltas(events, finished.append)) as stream,
-                ):
-                    async for _content in chat_log.async_add_delta_content_stream(self.entity_id, stream):
-                        pass
-            except EngineError as err:
-                raise as_home_assistant_error(err) from err
-            last = finished[-1] if finished else None
+            order = ChatRequest(
+                messages=(),
+                tools=tools_of(chat_log.llm_api),
+                resident=attribution.resident_id,
+                workload_class=after_calls(attribution, num_rounds).workload_class,
+                program=chat_log.conversation_id[:MAX_PROGRAM_CHARACTERS] or None,
+                model=self.subentry.data.get(CONF_MODEL),
+                max_tokens=int(self.subentry.data.get(CONF_MAX_TOKENS, default_max_tokens)),
+                temperature=self.subentry.data.get(CONF_TEMPERATURE),
+                top_p=self.subentry.data.get(CONF_TOP_P),
+                json_schema_name=answer_format.name,
+                json_schema=answer_format.schema,
+            )
+            last = await self._async_ask(chat_log, order, wait_notice)
             is_empty = len(chat_log.content) == num_before
             if is_empty or not chat_log.unresponded_tool_results:
                 return _text_of(chat_log.content[-1], last), last
+            wait_notice = None  # once is enough
         raise HomeAssistantError(
             translation_domain=DOMAIN,
             translation_key="too_many_tool_calls",
             translation_placeholders={"count": str(MAX_TOOL_ITERATIONS)},
         )
 
-    def _request(
-        self,
-        chat_log: conversation.ChatLog,
-        attribution: Attribution,
-        default_max_tokens: int,
-        json_schema_name: str | None,
-        json_schema: JsonObject | None,
-    ) -> ChatRequest:
-        options = self.subentry.data
-        return ChatRequest(
-            messages=messages_of(chat_log.content),
-            tools=tools_of(chat_log.llm_api),
-            resident=attribution.resident_id,
-            workload_class=attribution.workload_class,
-            program=chat_log.conversation_id[:MAX_PROGRAM_CHARACTERS] or None,
-            max_tokens=int(options.get(CONF_MAX_TOKENS, default_max_tokens)),
-            temperature=options.get(CONF_TEMPERATURE),
-            json_schema_name=json_schema_name,
-            json_schema=json_schema,
+    async def _async_ask(
+        self, chat_log: conversation.ChatLog, order: ChatRequest, wait_notice: str | None
+    ) -> Finished | None:
+        """Ask once and add the answer to the chat log; with fewer turns where it is too much to read."""
+        most_turns: int | None = None
+        while True:
+            fitted = self._fit(chat_log, order, most_turns)
+            request = replace(order, messages=fitted.messages)
+            finished: list[Finished] = []
+            try:
+                async with (
+                    aclosing(self.coordinator.async_chat(request)) as events,
+                    aclosing(deltas(events, finished.append, wait_notice=wait_notice)) as stream,
+                ):
+                    async for _content in chat_log.async_add_delta_content_stream(self.entity_id, stream):
+                        pass
+            except PromptTooLong as err:
+                # Refused before anything was said, so asking again cannot repeat anything.
+                if fitted.num_kept <= 1:
+                    raise as_home_assistant_error(err) from err
+                most_turns = fitted.num_kept // 2
+                continue
+            except EngineError as err:
+                raise as_home_assistant_error(err) from err
+            last = finished[-1] if finished else None
+            if last is not None and last.tokens is not None:
+                tokens = last.tokens.prefill + last.tokens.cached
+                self._scale.learn(length_of(request.messages, request.tools), tokens)
+            return last
+
+    def _fit(self, chat_log: conversation.ChatLog, order: ChatRequest, most_turns: int | None) -> Fitted:
+        """Return what the model is given to read: what fits beside the tools and the longest answer."""
+        reads = self.coordinator.engine.max_context_tokens
+        budget = int(self.subentry.data.get(CONF_CONTEXT_TOKENS, reads))
+        left = min(budget, reads - (order.max_tokens or 0))
+        taken = self._scale.tokens_of(length_of((), order.tools))
+        fitted = fit(
+            messages_of(chat_log.content),
+            most_characters=self._scale.characters_of(max(0, left - taken)),
+            most_turns=most_turns,
         )
+        if fitted.num_left_out:
+            LOGGER.info(
+                "%s: the oldest %s turns of a conversation are left out, the model reads at most %s tokens",
+                self.entity_id,
+                fitted.num_left_out,
+                left,
+            )
+        return fitted
 
 
 def _text_of(content: conversation.Content, finished: Finished | None) -> str:
@@ -193,7 +247,7 @@ def _text_of(content: conversation.Content, finished: Finished | None) -> str:
 
     A call that is cut off is never sent, so what remains of it is an empty answer or only thoughts.
     """
-    if isinstance(content, conversation.AssistantContent) and content.content:
+    if isinstance(content, conversation.AssistantContent) and content.content and not is_notice(content):
         return content.content
     if finished is not None and finished.reason == "length":
         raise HomeAssistantError(translation_domain=DOMAIN, translation_key="answer_cut_off")

@@ -84,9 +84,14 @@ async def async_localized(hass: HomeAssistant, err: HomeAssistantError, language
     """
     if err.translation_domain != DOMAIN or err.translation_key is None:
         return str(err)
-    texts = await async_get_translations(hass, language, "exceptions", [DOMAIN])
-    text = texts.get(f"component.{DOMAIN}.exceptions.{err.translation_key}.message")
+    text = await async_text(hass, err.translation_key, language)
     return str(err) if text is None else text.format(**(err.translation_placeholders or {}))
+
+
+async def async_text(hass: HomeAssistant, key: str, language: str) -> str | None:
+    """Return one of the texts in `exceptions`, the place for what is spoken, in a language."""
+    texts = await async_get_translations(hass, language, "exceptions", [DOMAIN])
+    return texts.get(f"component.{DOMAIN}.exceptions.{key}.message")
 
 
 class Refused(Exception):

@@ -26,6 +26,7 @@ def async_origin_of_conversation(
         user_id=context.user_id,
         parent_user_id=context_users.user_of(context.parent_id),
         satellite_id=user_input.satellite_id,
+        agent_id=user_input.agent_id,
         area_id=_area_id(hass, user_input.satellite_id, user_input.device_id),
         is_traced=trace_id_get() is not None,
     )

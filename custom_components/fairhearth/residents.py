@@ -14,15 +14,21 @@ from homeassistant.config_entries import ConfigEntry, ConfigSubentry
 from homeassistant.core import HomeAssistant
 from homeassistant.helpers.storage import Store
 
-from .attribution import ResidentRule
+from .attribution import ClassRule, ResidentRule, WorkloadClass
 from .const import (
+    CONF_ACCESSIBILITY_SATELLITES,
+    CONF_AGENTS,
     CONF_AREAS,
+    CONF_CHAT_CLASS,
     CONF_DAILY_IS_HARD,
     CONF_DAILY_TOKENS,
+    CONF_PAGE_CAP,
     CONF_PERSON,
     CONF_RESIDENT_ID,
     CONF_SATELLITES,
+    CONF_TASK_CLASS,
     CONF_USERS,
+    CONF_VOICE_CLASS,
     CONF_WEIGHT,
     DEFAULT_WEIGHT,
     DOMAIN,
@@ -43,12 +49,13 @@ def settings_of(subentry: ConfigSubentry) -> ResidentSettings:
 
 def settings_of_data(name: str, data: Mapping[str, Any]) -> ResidentSettings:
     """Return what the engine is told about a resident with this name and these options."""
-    daily_tokens = data.get(CONF_DAILY_TOKENS)
+    daily_tokens, page_cap = data.get(CONF_DAILY_TOKENS), data.get(CONF_PAGE_CAP)
     return ResidentSettings(
         name=name,
         weight=int(data.get(CONF_WEIGHT, DEFAULT_WEIGHT)),
         daily_tokens=None if daily_tokens is None else int(daily_tokens),
         daily_is_hard=bool(data.get(CONF_DAILY_IS_HARD, False)),
+        page_cap=None if page_cap is None else int(page_cap),
     )
 
 
@@ -66,6 +73,18 @@ def _rule_of(hass: HomeAssistant, data: Any) -> ResidentRule:
         user_ids=frozenset(user_id for user_id in user_ids if user_id),
         satellite_ids=frozenset(data.get(CONF_SATELLITES, ())),
         area_ids=frozenset(data.get(CONF_AREAS, ())),
+        agent_ids=frozenset(data.get(CONF_AGENTS, ())),
+    )
+
+
+def classes_of(entry: FairhearthConfigEntry, subentry: ConfigSubentry) -> ClassRule:
+    """Return what work of an agent or a task counts as."""
+    data, usual = subentry.data, ClassRule()
+    return ClassRule(
+        voice=WorkloadClass(data.get(CONF_VOICE_CLASS, usual.voice)),
+        chat=WorkloadClass(data.get(CONF_CHAT_CLASS, usual.chat)),
+        task=WorkloadClass(data.get(CONF_TASK_CLASS, usual.task)),
+        accessibility_satellite_ids=frozenset(entry.options.get(CONF_ACCESSIBILITY_SATELLITES, ())),
     )
 
 

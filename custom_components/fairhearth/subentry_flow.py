@@ -7,7 +7,7 @@ from typing import Any, Final
 import probatio
 
 from homeassistant.config_entries import SOURCE_USER, ConfigEntryState, ConfigSubentryFlow, SubentryFlowResult
-from homeassistant.const import CONF_LLM_HASS_API, CONF_NAME, CONF_PROMPT
+from homeassistant.const import CONF_LLM_HASS_API, CONF_MODEL, CONF_NAME, CONF_PROMPT
 from homeassistant.helpers import llm
 from homeassistant.helpers.selector import (
     AreaSelector,
@@ -27,30 +27,48 @@ from homeassistant.helpers.selector import (
 )
 from homeassistant.util import slugify
 
-from .attribution import RESERVED_RESIDENT_IDS
+from .attribution import RESERVED_RESIDENT_IDS, WorkloadClass
 from .const import (
+    CONF_AGENTS,
+    CONF_ANNOUNCE_WAIT,
     CONF_AREAS,
+    CONF_CHAT_CLASS,
+    CONF_CONTEXT_TOKENS,
     CONF_DAILY_IS_HARD,
     CONF_DAILY_TOKENS,
     CONF_MAX_TOKENS,
+    CONF_PAGE_CAP,
     CONF_PERSON,
     CONF_RESIDENT_ID,
     CONF_SATELLITES,
+    CONF_TASK_CLASS,
     CONF_TEMPERATURE,
+    CONF_TOP_P,
     CONF_USERS,
+    CONF_VOICE_CLASS,
     CONF_WEIGHT,
     DEFAULT_AI_TASK_NAME,
     DEFAULT_CONVERSATION_NAME,
     DEFAULT_MAX_TOKENS,
     DEFAULT_TASK_MAX_TOKENS,
     DEFAULT_WEIGHT,
+    DOMAIN,
+    LOGGER,
     MAX_DAILY_TOKENS,
     MAX_WEIGHT,
     SUBENTRY_CONVERSATION,
     SUBENTRY_RESIDENT,
     UNIT_TOKENS,
 )
+from .engine_client import EngineError
 from .errors import Refused
+
+VOICE_CLASSES: Final = (WorkloadClass.VOICE, WorkloadClass.ACCESSIBILITY)
+CHAT_CLASSES: Final = (WorkloadClass.CHAT, WorkloadClass.AGENT, WorkloadClass.BACKGROUND)
+TASK_CLASSES: Final = (WorkloadClass.BACKGROUND, WorkloadClass.AGENT, WorkloadClass.CHAT)
+"""What an agent or a task may count as, the usual first."""
+
+MAX_PAGE_CAP: Final = 1_000_000
 
 MAX_RESIDENT_ID_CHARACTERS: Final = 64
 MAX_RESIDENT_NAME_CHARACTERS: Final = 128
@@ -62,6 +80,16 @@ def _whole_number(least: int, most: int, unit: str | None = None) -> NumberSelec
     if unit is not None:
         config["unit_of_measurement"] = unit
     return NumberSelector(config)
+
+
+def _fraction(most: float) -> NumberSelector:
+    return NumberSelector(NumberSelectorConfig(min=0, max=most, step=0.05, mode=NumberSelectorMode.SLIDER))
+
+
+def _classes(classes: tuple[WorkloadClass, ...]) -> SelectSelector:
+    return SelectSelector(
+        SelectSelectorConfig(options=[str(item) for item in classes], translation_key="workload_class")
+    )
 
 
 class AgentSubentryFlow(ConfigSubentryFlow):
@@ -83,14 +111,16 @@ class AgentSubentryFlow(ConfigSubentryFlow):
             return self._save(user_input)
         return self.async_show_form(
             step_id="init",
-            data_schema=self.add_suggested_values_to_schema(self._schema(), self._suggested()),
+            data_schema=self.add_suggested_values_to_schema(await self._async_schema(), self._suggested()),
+            description_placeholders=self._lengths(),
         )
 
     def _save(self, user_input: dict[str, Any]) -> SubentryFlowResult:
         data = dict(user_input)
         title = data.pop(CONF_NAME)
-        if CONF_MAX_TOKENS in data:
-            data[CONF_MAX_TOKENS] = int(data[CONF_MAX_TOKENS])
+        for key in (CONF_MAX_TOKENS, CONF_CONTEXT_TOKENS):
+            if key in data:
+                data[key] = int(data[key])
         if self.source == SOURCE_USER:
             return self.async_create_entry(title=title, data=data)
         return self.async_update_and_abort(
@@ -112,7 +142,28 @@ class AgentSubentryFlow(ConfigSubentryFlow):
         subentry = self._get_reconfigure_subentry()
         return {CONF_NAME: subentry.title, **subentry.data}
 
-    def _schema(self) -> probatio.Schema:
+    def _lengths(self) -> dict[str, str]:
+        """Return how much the model can read, and how much of it the agent's prompt takes."""
+        coordinator = self._get_entry().runtime_data
+        taken = None
+        if self.source != SOURCE_USER:
+            taken = coordinator.prompt_tokens.get(self._get_reconfigure_subentry().subentry_id)
+        return {
+            "context_tokens": str(coordinator.engine.max_context_tokens),
+            "prompt_tokens": "?" if taken is None else str(taken),
+        }
+
+    async def _async_models(self) -> list[str]:
+        """Return the models to choose from; the one that is chosen stays even where it is gone."""
+        chosen = [] if self.source == SOURCE_USER else [self._get_reconfigure_subentry().data.get(CONF_MODEL)]
+        try:
+            served = await self._get_entry().runtime_data.client.models()
+        except EngineError as err:
+            LOGGER.debug("The engine does not say which models it has: %s", err)
+            served = []
+        return list(dict.fromkeys(model for model in (*served, *chosen) if model))
+
+    async def _async_schema(self) -> probatio.Schema:
         schema: dict[Any, Any] = {probatio.Required(CONF_NAME): TextSelector()}
         if self._is_conversation():
             apis = [SelectOptionDict(label=api.name, value=api.id) for api in llm.async_get_apis(self.hass)]
@@ -122,9 +173,20 @@ class AgentSubentryFlow(ConfigSubentryFlow):
             )
         default_max_tokens = DEFAULT_MAX_TOKENS if self._is_conversation() else DEFAULT_TASK_MAX_TOKENS
         schema[probatio.Required(CONF_MAX_TOKENS, default=default_max_tokens)] = _whole_number(1, 32768)
-        schema[probatio.Optional(CONF_TEMPERATURE)] = NumberSelector(
-            NumberSelectorConfig(min=0, max=2, step=0.05, mode=NumberSelectorMode.SLIDER)
+        schema[probatio.Optional(CONF_TEMPERATURE)] = _fraction(2)
+        schema[probatio.Optional(CONF_TOP_P)] = _fraction(1)
+        schema[probatio.Optional(CONF_MODEL)] = SelectSelector(
+            SelectSelectorConfig(options=await self._async_models(), mode=SelectSelectorMode.DROPDOWN)
         )
+        if self._is_conversation():
+            schema[probatio.Required(CONF_VOICE_CLASS, default=str(VOICE_CLASSES[0]))] = _classes(
+                VOICE_CLASSES
+            )
+            schema[probatio.Required(CONF_CHAT_CLASS, default=str(CHAT_CLASSES[0]))] = _classes(CHAT_CLASSES)
+            schema[probatio.Optional(CONF_CONTEXT_TOKENS)] = _whole_number(256, 10_000_000, UNIT_TOKENS)
+            schema[probatio.Required(CONF_ANNOUNCE_WAIT, default=False)] = BooleanSelector()
+        else:
+            schema[probatio.Required(CONF_TASK_CLASS, default=str(TASK_CLASSES[0]))] = _classes(TASK_CLASSES)
         return probatio.Schema(schema)
 
 
@@ -161,9 +223,9 @@ class ResidentSubentryFlow(ConfigSubentryFlow):
             raise Refused("name_missing", CONF_NAME)
         if len(name) > MAX_RESIDENT_NAME_CHARACTERS:
             raise Refused("name_too_long", CONF_NAME)
-        data[CONF_WEIGHT] = int(data[CONF_WEIGHT])
-        if CONF_DAILY_TOKENS in data:
-            data[CONF_DAILY_TOKENS] = int(data[CONF_DAILY_TOKENS])
+        for key in (CONF_WEIGHT, CONF_DAILY_TOKENS, CONF_PAGE_CAP):
+            if key in data:
+                data[key] = int(data[key])
         if self.source == SOURCE_USER:
             resident_id = self._new_resident_id(name)
             return self.async_create_entry(
@@ -214,8 +276,12 @@ class ResidentSubentryFlow(ConfigSubentryFlow):
                     EntitySelectorConfig(domain="assist_satellite", multiple=True)
                 ),
                 probatio.Optional(CONF_AREAS): AreaSelector(AreaSelectorConfig(multiple=True)),
+                probatio.Optional(CONF_AGENTS): EntitySelector(
+                    EntitySelectorConfig(domain="conversation", integration=DOMAIN, multiple=True)
+                ),
                 probatio.Required(CONF_WEIGHT, default=DEFAULT_WEIGHT): _whole_number(1, MAX_WEIGHT),
                 probatio.Optional(CONF_DAILY_TOKENS): _whole_number(1, MAX_DAILY_TOKENS, UNIT_TOKENS),
                 probatio.Required(CONF_DAILY_IS_HARD, default=False): BooleanSelector(),
+                probatio.Optional(CONF_PAGE_CAP): _whole_number(1, MAX_PAGE_CAP),
             }
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -81,6 +82,7 @@ class Answer:
     error: EngineError | None = None  #: sent in the stream, after the pieces
     drop: bool = False  #: close the connection after the pieces
     hold: asyncio.Event | None = None  #: wait for it after the first piece
+    hold_first: bool = False  #: wait before the first piece instead
 
 
 def report() -> dict[str, Any]:
@@ -135,6 +137,8 @@ class FakeEngine:
     snapshot: dict[str, Any] = field(default_factory=dict)
     port: int = 0
     code: str | None = "123456"  #: what a client may pair with, None while no code is open
+    pair_refusal: EngineError | None = None
+    token_refusal: EngineError | None = None
     has_jobs: bool = True
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     orders: list[dict[str, Any]] = field(default_factory=list)  #: of jobs, as they came
@@ -163,7 +167,7 @@ class FakeEngine:
         for account in ACCOUNTS:
             self.put(account, {"name": account.capitalize(), "weight": 1})
 
-    async def start(self) -> None:
+    async def start(self, tls: ssl.SSLContext | None = None) -> None:
         """Listen; on the same port as before if it was started before."""
         app = web.Application(middlewares=[self._middleware])
         app.add_routes(
@@ -188,7 +192,7 @@ class FakeEngine:
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=tls)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -225,6 +229,8 @@ class FakeEngine:
 
     def _check_token(self, request: web.Request) -> None:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.token_refusal is not None:
+            raise self.token_refusal
         if token not in self.tokens:
             raise NotAuthenticated("this engine does not know the token")
         is_resident = request.path.startswith("/v1/residents")
@@ -323,6 +329,8 @@ class FakeEngine:
     async def _pair(self, request: web.Request) -> web.Response:
         body = parse_json(await request.read())
         assert isinstance(body, dict)
+        if self.pair_refusal is not None:
+            raise self.pair_refusal
         if self.code is None:
             raise refusal("pairing_closed", "no code is open; run `fairhearth pair` beside the engine", 403)
         if body["code"] != self.code:
@@ -459,6 +467,8 @@ class FakeEngine:
             "workload_class": caller.class_id,
         }
         await _write(response, {"role": "assistant", "content": ""}, fairhearth={**who, "num_ahead": 2})
+        if answer.hold is not None and answer.hold_first:
+            await answer.hold.wait()
         if answer.reasoning:
             await _write(response, {"reasoning_content": answer.reasoning})
         for index, piece in enumerate(answer.pieces):

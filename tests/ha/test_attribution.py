@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from custom_components.fairhearth.attribution import (
+    AGENT_AFTER_CALLS,
     Attribution,
+    ClassRule,
     ContextUsers,
     Origin,
     ResidentRule,
     WorkloadClass,
+    after_calls,
     attribute,
+    least_urgent,
 )
 from engine_service.scheduling import model
 
@@ -19,6 +23,7 @@ ALICE = ResidentRule(
     user_ids=frozenset({"user-alice", "tablet-alice"}),
     satellite_ids=frozenset({"assist_satellite.alice"}),
     area_ids=frozenset({"office"}),
+    agent_ids=frozenset({"conversation.alice"}),
 )
 BOB = ResidentRule(
     resident_id="bob", user_ids=frozenset({"user-bob"}), area_ids=frozenset({"garage", "office"})
@@ -51,6 +56,31 @@ ROWS = [
         Origin(satellite_id="assist_satellite.o", area_id="office"),
         "alice",
         "voice",
+    ),
+    (
+        "spoken to a resident's own agent through any satellite",
+        Origin(satellite_id="assist_satellite.hall", area_id="garage", agent_id="conversation.alice"),
+        "alice",
+        "voice",
+    ),
+    (
+        "spoken by a resident to another's agent",
+        Origin(satellite_id="assist_satellite.hall", user_id="user-bob", agent_id="conversation.alice"),
+        "bob",
+        "voice",
+    ),
+    ("typed by nobody to a resident's agent", Origin(agent_id="conversation.alice"), "alice", "chat"),
+    (
+        "typed by a stranger to a resident's agent",
+        Origin(user_id="stranger", agent_id="conversation.alice"),
+        "guest",
+        "chat",
+    ),
+    (
+        "automation that asks a resident's agent",
+        Origin(agent_id="conversation.alice", is_traced=True),
+        "house",
+        "background",
     ),
     ("spoken to any other satellite", Origin(satellite_id="assist_satellite.hall"), "guest", "voice"),
     (
@@ -113,6 +143,59 @@ def test_each_path_is_charged_as_the_table_says(
 ) -> None:
     expected = Attribution(resident_id=resident_id, workload_class=WorkloadClass(workload_class))
     assert attribute(origin, RULES) == expected
+
+
+MARKED = ClassRule(
+    voice=WorkloadClass.ACCESSIBILITY,
+    chat=WorkloadClass.AGENT,
+    task=WorkloadClass.AGENT,
+)
+BED = ClassRule(accessibility_satellite_ids=frozenset({"assist_satellite.bed"}))
+
+
+@pytest.mark.parametrize(
+    ("origin", "classes", "workload_class"),
+    [
+        (Origin(satellite_id="assist_satellite.bed"), BED, "accessibility"),
+        (Origin(satellite_id="assist_satellite.hall"), BED, "voice"),
+        (Origin(satellite_id="assist_satellite.hall"), MARKED, "accessibility"),
+        (Origin(user_id="user-alice"), MARKED, "agent"),
+        (Origin(is_task=True, is_traced=True), MARKED, "agent"),
+        (Origin(is_traced=True), MARKED, "background"),
+        (Origin(satellite_id="assist_satellite.bed", is_traced=True), BED, "accessibility"),
+    ],
+    ids=[
+        "a marked satellite",
+        "another satellite",
+        "a marked agent",
+        "typed to an agent that is set so",
+        "a task that is set so",
+        "an automation keeps to the background",
+        "a marked satellite inside a script",
+    ],
+)
+def test_the_household_decides_what_work_counts_as(
+    origin: Origin, classes: ClassRule, workload_class: str
+) -> None:
+    assert attribute(origin, RULES, classes).workload_class == workload_class
+
+
+@pytest.mark.parametrize("began_as", list(WorkloadClass))
+def test_a_turn_stays_what_it_began_as_but_a_chat_of_many_calls_is_an_agent_at_work(
+    began_as: WorkloadClass,
+) -> None:
+    began = Attribution(resident_id="alice", workload_class=began_as)
+    for num_rounds in range(AGENT_AFTER_CALLS):
+        assert after_calls(began, num_rounds) == began
+    later = after_calls(began, AGENT_AFTER_CALLS)
+    assert later.resident_id == "alice"
+    assert later.workload_class == ("agent" if began_as == "chat" else began_as)
+
+
+def test_of_two_classes_the_one_that_waits_longer() -> None:
+    assert least_urgent(WorkloadClass.CHAT, WorkloadClass.BACKGROUND) == "background"
+    assert least_urgent(WorkloadClass.AGENT, WorkloadClass.CHAT) == "agent"
+    assert least_urgent(WorkloadClass.VOICE, WorkloadClass.VOICE) == "voice"
 
 
 def test_a_rule_without_hints_claims_nobody() -> None:

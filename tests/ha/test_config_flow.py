@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
+import ssl
+from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from pytest_homeassistant_custom_component.common import MockConfigEntry
 
 from custom_components.fairhearth.config_flow import normalized_url
 from custom_components.fairhearth.const import DOMAIN
 from custom_components.fairhearth.errors import Refused
 from homeassistant.config_entries import SOURCE_USER, SOURCE_ZEROCONF, ConfigEntryState
-from homeassistant.const import CONF_LLM_HASS_API, CONF_TOKEN, CONF_URL
+from homeassistant.const import CONF_CODE, CONF_LLM_HASS_API, CONF_TOKEN, CONF_URL
 from homeassistant.core import HomeAssistant
 from homeassistant.data_entry_flow import FlowResultType
 from homeassistant.helpers.service_info.zeroconf import ZeroconfServiceInfo
 from tests.ha.conftest import until
-from tests.ha.fake_engine import ENGINE_ID, TOKEN, FakeEngine
+from tests.ha.fake_engine import ENGINE_ID, TOKEN, FakeEngine, refusal
 
 pytestmark = pytest.mark.usefixtures("core")
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> ssl.SSLContext:
+    """What an engine with a certificate of its own making serves with."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    own = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(own.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .sign(own, hashes.SHA256())
+    )
+    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        own.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
 
 
 async def begin(hass: HomeAssistant) -> Any:
@@ -76,6 +111,64 @@ async def test_an_administrators_token_may_do_all(hass: HomeAssistant, engine: F
     result = await enter(hass, await begin(hass), engine.url, "admin")
     assert result["type"] is FlowResultType.CREATE_ENTRY
     await hass.async_block_till_done()
+
+
+async def test_an_engine_is_connected_by_the_digits_it_shows(hass: HomeAssistant, engine: FakeEngine) -> None:
+    """Each wrong way says what to do, and none uses the code up."""
+    flow_id = await begin(hass)
+    engine.code = None
+
+    async def pair(code: str) -> Any:
+        answers = {CONF_URL: engine.url, CONF_CODE: code}
+        return await hass.config_entries.flow.async_configure(flow_id, answers)
+
+    assert (await pair(""))["errors"] == {CONF_CODE: "code_or_token"}
+    assert (await pair("12345"))["errors"] == {CONF_CODE: "code_not_six_digits"}
+    assert (await pair("１２３４５６"))["errors"] == {CONF_CODE: "code_not_six_digits"}
+    assert (await pair("123456"))["errors"] == {CONF_CODE: "pairing_closed"}
+    engine.code = "424242"
+    assert (await pair("123456"))["errors"] == {CONF_CODE: "wrong_code"}
+    result = await pair("424 242")
+    assert result["type"] is FlowResultType.CREATE_ENTRY
+    assert result["data"] == {CONF_URL: engine.url, CONF_TOKEN: "paired-Home Assistant test home"}
+    await hass.async_block_till_done()
+    assert result["result"].state is ConfigEntryState.LOADED
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"),
+    [
+        ("too_many_failures", 429, {"base": "too_many_failures"}),
+        ("not_found", 404, {"base": "update_engine"}),
+        ("engine_error", 500, {"base": "cannot_connect"}),
+    ],
+)
+async def test_an_engine_that_cannot_pair_says_why(
+    hass: HomeAssistant, engine: FakeEngine, code: str, status: int, error: dict[str, str]
+) -> None:
+    engine.pair_refusal = refusal(code, "no", status)
+    answers = {CONF_URL: engine.url, CONF_CODE: "123456"}
+    result = await hass.config_entries.flow.async_configure(await begin(hass), answers)
+    assert result["errors"] == error
+
+
+async def test_too_many_wrong_tokens_are_said_to_be_too_many(hass: HomeAssistant, engine: FakeEngine) -> None:
+    engine.token_refusal = refusal("too_many_failures", "wait", 429)
+    assert (await enter(hass, await begin(hass), engine.url))["errors"] == {"base": "too_many_failures"}
+
+
+async def test_encryption_where_there_is_none_and_none_where_there_is_are_told_apart(
+    hass: HomeAssistant, engine: FakeEngine, tls: ssl.SSLContext
+) -> None:
+    flow_id = await begin(hass)
+    https = engine.url.replace("http:", "https:")
+    assert (await enter(hass, flow_id, https))["errors"] == {CONF_URL: "use_http"}
+    await engine.stop()
+    # The fake engine is in this process: that it refuses a handshake is no error of the test.
+    hass.loop.set_exception_handler(lambda _, context: None)
+    await engine.start(tls)
+    assert (await enter(hass, flow_id, engine.url))["errors"] == {CONF_URL: "use_https"}
+    assert (await enter(hass, flow_id, https))["errors"] == {CONF_URL: "certificate"}
 
 
 @pytest.mark.parametrize(
@@ -174,6 +267,8 @@ async def test_a_new_token_is_asked_for_and_brings_the_entry_back(
 
     result = await hass.config_entries.flow.async_configure(flow["flow_id"], {CONF_TOKEN: "still wrong"})
     assert result["errors"] == {CONF_TOKEN: "invalid_token"}
+    result = await hass.config_entries.flow.async_configure(flow["flow_id"], {})
+    assert result["errors"] == {CONF_CODE: "code_or_token"}
     result = await hass.config_entries.flow.async_configure(flow["flow_id"], {CONF_TOKEN: "new-token"})
     assert (result["type"], result["reason"]) == (FlowResultType.ABORT, "reauth_successful")
     await hass.async_block_till_done()
@@ -221,6 +316,44 @@ async def test_a_reauthentication_does_not_take_another_engine(
     engine.engine_id = "another"
     result = await hass.config_entries.flow.async_configure(result["flow_id"], {CONF_TOKEN: TOKEN})
     assert (result["type"], result["reason"]) == (FlowResultType.ABORT, "unique_id_mismatch")
+
+
+async def test_a_new_code_brings_the_entry_back(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    result = await loaded.start_reauth_flow(hass)
+    engine.engine_id = "another"
+    result = await hass.config_entries.flow.async_configure(result["flow_id"], {CONF_CODE: "123456"})
+    assert (result["type"], result["reason"]) == (FlowResultType.ABORT, "unique_id_mismatch")
+    assert engine.code == "123456"  # not used up at the wrong engine
+    engine.engine_id = ENGINE_ID
+    result = await loaded.start_reauth_flow(hass)
+    result = await hass.config_entries.flow.async_configure(result["flow_id"], {CONF_CODE: "123456"})
+    assert result["reason"] == "reauth_successful"
+    await hass.async_block_till_done()
+    assert loaded.data[CONF_TOKEN].startswith("paired-")
+
+
+async def test_the_token_stays_where_only_the_address_is_changed(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    result = await loaded.start_reconfigure_flow(hass)
+    result = await hass.config_entries.flow.async_configure(result["flow_id"], {CONF_URL: engine.url})
+    assert result["reason"] == "reconfigure_successful"
+    await hass.async_block_till_done()
+    assert loaded.data[CONF_TOKEN] == TOKEN
+
+
+async def test_satellites_that_someone_depends_on_are_an_option(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    result = await hass.config_entries.options.async_init(loaded.entry_id)
+    assert result["step_id"] == "init"
+    options = {"accessibility_satellites": ["assist_satellite.bed"]}
+    result = await hass.config_entries.options.async_configure(result["flow_id"], options)
+    assert result["type"] is FlowResultType.CREATE_ENTRY
+    await until(lambda: engine.num_streams == 2)
+    assert loaded.options == options
 
 
 async def test_address_and_token_can_be_changed(
@@ -280,7 +413,7 @@ async def test_an_announced_engine_needs_only_its_token(hass: HomeAssistant, eng
     assert result["description_placeholders"] == {"url": engine.url}
     result = await hass.config_entries.flow.async_configure(result["flow_id"], {CONF_TOKEN: "wrong"})
     assert result["errors"] == {CONF_TOKEN: "invalid_token"}
-    result = await hass.config_entries.flow.async_configure(result["flow_id"], {CONF_TOKEN: TOKEN})
+    result = await hass.config_entries.flow.async_configure(result["flow_id"], {CONF_CODE: "123456"})
     assert result["type"] is FlowResultType.CREATE_ENTRY
     assert result["data"][CONF_URL] == engine.url
     await hass.async_block_till_done()

@@ -14,8 +14,9 @@ from homeassistant.core import HomeAssistant
 from homeassistant.data_entry_flow import FlowResultType
 from homeassistant.helpers import device_registry as dr
 from tests.ha.conftest import until
-from tests.ha.fake_engine import FakeEngine
+from tests.ha.fake_engine import FakeEngine, golden
 
+USUAL = {"voice_class": "voice", "chat_class": "chat", "announce_wait": False}
 RESIDENT = {CONF_NAME: "Bob", "weight": 1, "daily_is_hard": False}
 
 
@@ -47,11 +48,17 @@ async def test_an_agent_is_added_with_its_options(hass: HomeAssistant, loaded: M
         CONF_LLM_HASS_API: ["assist"],
         "max_tokens": 64.0,
         "temperature": 0.5,
+        "top_p": 0.9,
+        "model": "SmolLM2-135M-Instruct",
+        "voice_class": "accessibility",
+        "chat_class": "agent",
+        "context_tokens": 2048.0,
+        "announce_wait": True,
     }
     result = await add(hass, loaded, "conversation", {CONF_NAME: "Butler", "max_tokens": 64.0, **options})
     assert result["type"] is FlowResultType.CREATE_ENTRY
     (subentry,) = [item for item in loaded.subentries.values() if item.title == "Butler"]
-    assert subentry.data == {**options, "max_tokens": 64}
+    assert subentry.data == {**options, "max_tokens": 64, "context_tokens": 2048}
     assert hass.states.get("conversation.butler").attributes["supported_features"] == 1
 
 
@@ -64,7 +71,7 @@ async def test_an_agent_is_renamed_and_changed(hass: HomeAssistant, loaded: Mock
     result = await change(hass, loaded, "conversation", {CONF_NAME: "Butler", "max_tokens": 32})
     assert (result["type"], result["reason"]) == (FlowResultType.ABORT, "reconfigure_successful")
     subentry = subentry_of(loaded, "conversation")
-    assert (subentry.title, subentry.data) == ("Butler", {"max_tokens": 32})
+    assert (subentry.title, subentry.data) == ("Butler", {"max_tokens": 32, **USUAL})
 
 
 async def test_an_ai_task_is_added_and_changed(hass: HomeAssistant, loaded: MockConfigEntry) -> None:
@@ -72,7 +79,11 @@ async def test_an_ai_task_is_added_and_changed(hass: HomeAssistant, loaded: Mock
     assert result["type"] is FlowResultType.CREATE_ENTRY
     assert hass.states.get("ai_task.night_work") is not None
     await change(hass, loaded, "ai_task_data", {CONF_NAME: "Task", "max_tokens": 1, "temperature": 0})
-    assert subentry_of(loaded, "ai_task_data").data == {"max_tokens": 1, "temperature": 0}
+    assert subentry_of(loaded, "ai_task_data").data == {
+        "max_tokens": 1,
+        "temperature": 0,
+        "workload_class": "background",
+    }
 
 
 async def test_nothing_can_be_added_to_an_engine_that_is_not_connected(
@@ -101,6 +112,8 @@ async def test_a_resident_is_added_and_the_engine_told(
             "users": [user.id],
             "satellites": ["assist_satellite.kitchen"],
             "areas": ["kitchen"],
+            "agents": ["conversation.agent"],
+            "page_cap": 16.0,
             "weight": 3.0,
             "daily_tokens": 1000.0,
             "daily_is_hard": True,
@@ -116,7 +129,7 @@ async def test_a_resident_is_added_and_the_engine_told(
         "weight": 3,
         "daily_tokens": 1000,
         "daily_is_hard": True,
-        "page_cap": None,
+        "page_cap": 16,
     }
     assert hass.states.get("sensor.bob_tokens_used").state == "0"
     assert hass.states.get("sensor.bob_tokens_left_today").state == "1000"
@@ -196,3 +209,30 @@ async def test_a_resident_removed_while_the_engine_is_away_is_removed_when_it_is
     await hass.config_entries.async_reload(loaded.entry_id)
     await hass.async_block_till_done()
     assert "alice" not in engine.residents
+
+
+async def test_the_dialog_says_how_much_of_the_model_the_agents_prompt_takes(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    await until(lambda: len(engine.prefixes) == 1)
+    await hass.async_block_till_done()
+    subentry_id = subentry_of(loaded, "conversation").subentry_id
+    await until(lambda: subentry_id in loaded.runtime_data.prompt_tokens)
+    result = await loaded.start_subentry_reconfigure_flow(hass, subentry_id)
+    taken = str(golden("prefix_response")["prefix_tokens"])
+    assert result["description_placeholders"] == {"context_tokens": "8192", "prompt_tokens": taken}
+
+
+async def test_a_chosen_model_stays_to_choose_while_the_engine_does_not_have_it(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    await change(hass, loaded, "ai_task_data", {CONF_NAME: "Task", "max_tokens": 1})
+    subentry = subentry_of(loaded, "ai_task_data")
+    hass.config_entries.async_update_subentry(loaded, subentry, data={**subentry.data, "model": "gone"})
+    await hass.async_block_till_done()
+    data = {CONF_NAME: "Task", "max_tokens": 1, "model": "gone"}
+    result = await change(hass, loaded, "ai_task_data", data)
+    assert result["reason"] == "reconfigure_successful"
+    await engine.stop()
+    result = await change(hass, loaded, "ai_task_data", data)
+    assert result["reason"] == "reconfigure_successful"

@@ -210,6 +210,7 @@ class ChatRequest:
     model: str | None = None  #: None is the engine's default
     max_tokens: int | None = None
     temperature: float | None = None
+    top_p: float | None = None
     json_schema_name: str | None = None
     json_schema: JsonObject | None = None  #: the answer must be JSON of this schema
 
@@ -239,6 +240,7 @@ class ChatRequest:
             "model": self.model,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
+            "top_p": self.top_p,
         }
         body.update({key: value for key, value in options.items() if value is not None})
         return body
