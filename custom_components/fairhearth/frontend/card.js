@@ -5,7 +5,7 @@
  */
 
 import { LitElement, css, html, nothing, svg } from "./vendor/lit.js";
-import { meanWhileActive, readHistory } from "./history.js";
+import { NUM_BINS, readHistory, sharesOf } from "./history.js";
 import { CLASSES, PLATFORM, entityIdsOf, householdOf, isAvailable, numberOf } from "./household.js";
 import { pageLanguage, text } from "./texts.js";
 
@@ -321,46 +321,40 @@ export class FairhearthCard extends LitElement {
 
   _renderLanes(residents) {
     const { bins, start, end } = this._history;
-    const read = (resident, key) => bins[resident.entities[`sensor.${key}`]] ?? [];
-    const received = residents.map((resident) => read(resident, "service_share"));
+    const shares = (key) =>
+      sharesOf(residents.map(({ entities }) => bins[entities[`sensor.${key}`]] ?? new Array(NUM_BINS).fill(undefined)));
+    const [received, entitled] = [shares("service_share"), shares("entitled_share")];
     return html`
       <ul class="lanes">
-        ${residents.map((resident, index) => {
-          const entitled = read(resident, "entitled_share");
-          return this._renderLane(
-            resident,
-            received[index],
-            entitled,
-            meanWhileActive(received[index], received),
-            meanWhileActive(entitled, received),
-          );
-        })}
+        ${residents.map((resident, index) => this._renderLane(resident, received[index], entitled[index]))}
       </ul>
       <div class="axis" aria-hidden="true"><span>${this._clock(start)}</span><span>${this._clock(end)}</span></div>
       <p class="legend" aria-hidden="true">
         <span class="swatch"></span>${this._say("received_legend")}
         <span class="dash"></span>${this._say("fair_legend")}
       </p>
+      <p class="note">${this._say("shares_hint")}</p>
     `;
   }
 
-  _renderLane(resident, received, entitled, meanReceived, meanEntitled) {
+  _renderLane(resident, received, entitled) {
     const values = {
       name: resident.name,
-      received: this._percent(meanReceived),
-      fair: this._percent(meanEntitled),
+      received: this._percent(received.whole),
+      fair: this._percent(entitled.whole),
     };
+    const nothingAsked = `${resident.name}: ${this._say("asked_nothing")}`;
     return html`
       <li>
         <button
           class="plain lane"
           style=${tint(resident.color)}
-          aria-label=${meanEntitled ? this._say("share_label", values) : `${resident.name}: ${this._say("asked_nothing")}`}
+          aria-label=${entitled.whole ? this._say("share_label", values) : nothingAsked}
           @click=${() => this._open(resident.entities["sensor.service_share"])}
         >
           <span class="row">
             <span class="name">${resident.name}</span>
-            ${meanEntitled
+            ${entitled.whole
               ? html`<span class="numbers">
                   <strong>${this._say("received", { share: values.received })}</strong>
                   <span>${this._say("fair", { share: values.fair })}</span>
@@ -368,13 +362,15 @@ export class FairhearthCard extends LitElement {
               : html`<span class="rest">${this._say("asked_nothing")}</span>`}
           </span>
           <span class="gauge">
-            <span class="fill" style="width:${meanReceived ?? 0}%"></span>
-            ${meanEntitled ? html`<span class="tick" style="inset-inline-start:${meanEntitled}%"></span>` : nothing}
+            <span class="fill" style="width:${received.whole ?? 0}%"></span>
+            ${entitled.whole
+              ? html`<span class="tick" style="inset-inline-start:${entitled.whole}%"></span>`
+              : nothing}
           </span>
           <svg viewBox="0 0 ${LANE.width} ${LANE.height}" preserveAspectRatio="none" aria-hidden="true">
             <line class="floor" x1="0" x2=${LANE.width} y1=${LANE.height} y2=${LANE.height}></line>
-            ${received.map((value, index) => bar(value, index, received.length))}
-            <path class="fair" d=${steps(entitled)}></path>
+            ${received.bins.map((value, index) => bar(value, index, NUM_BINS))}
+            <path class="fair" d=${steps(entitled.bins)}></path>
           </svg>
         </button>
       </li>
@@ -579,7 +575,8 @@ export class FairhearthCard extends LitElement {
     .person {
       display: flex;
       align-items: center;
-      gap: 8px;
+      flex-wrap: wrap;
+      gap: 2px 8px;
       width: 100%;
       min-height: 44px;
       padding: 2px 4px;
@@ -599,7 +596,7 @@ export class FairhearthCard extends LitElement {
       box-shadow: 0 0 0 2px var(--tint);
     }
     .name {
-      flex: 1;
+      flex: 1 1 4em;
       min-width: 0;
       overflow: hidden;
       text-overflow: ellipsis;
@@ -685,6 +682,9 @@ export class FairhearthCard extends LitElement {
     .axis {
       display: flex;
       justify-content: space-between;
+      padding: 0 4px;
+    }
+    .lanes ~ .note {
       padding: 0 4px;
     }
     .legend {

@@ -4,6 +4,7 @@
  */
 
 import { FairhearthCard } from "./card.js";
+import { PLATFORM } from "./household.js";
 import { FairhearthDashboardStrategy, FairhearthViewStrategy, strategyEntry } from "./strategy.js";
 import { pageLanguage, text } from "./texts.js";
 
@@ -28,6 +29,10 @@ window.customCards.push({
   },
   get description() {
     return text(pageLanguage(), "card_description");
+  },
+  // Offered beside the built-in cards when somebody picks one of our entities first.
+  getEntitySuggestion(hass, entityId) {
+    return hass.entities[entityId]?.platform === PLATFORM ? { config: { type: "custom:fairhearth-card" } } : null;
   },
 });
 

@@ -7,7 +7,7 @@
 
 const HOUR_MS = 3_600_000;
 const HISTORY_ONLY_HOURS = 2;
-const NUM_BINS = 72;
+export const NUM_BINS = 72;
 
 /**
  * Return the mean value of each entity in equal parts of the last hours.
@@ -88,14 +88,22 @@ export function binned(segments, start, end, num) {
 }
 
 /**
- * Return the mean of some bins over those in which anybody received anything; undefined where nobody ever did.
+ * Return what each had of all together, in percent: `bins` in each part, undefined where nobody had anything, and `whole`
+ * over all parts. Hours in which everybody slept say nothing about fairness and count for nothing.
  *
- * received: the bins of everybody's share. A household that sleeps says nothing about fairness.
+ * all: the bins of everybody's share, in the order of the answer.
  */
-export function meanWhileActive(bins, received) {
-  const active = bins.map((_, index) => received.some((one) => (one[index] ?? 0) > 0));
-  const values = bins.filter((value, index) => active[index] && value !== undefined);
-  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : undefined;
+export function sharesOf(all) {
+  const sums = (all[0] ?? []).map((_, index) => sum(all.map((one) => one[index] ?? 0)));
+  const total = sum(sums);
+  return all.map((one) => ({
+    bins: one.map((value, index) => (sums[index] > 0 ? (100 * (value ?? 0)) / sums[index] : undefined)),
+    whole: total > 0 ? (100 * sum(one.map((value) => value ?? 0))) / total : undefined,
+  }));
+}
+
+function sum(values) {
+  return values.reduce((before, value) => before + value, 0);
 }
 
 function mapped(object, change) {
