@@ -130,8 +130,49 @@ def prefill_room(state: State, *, urgency: int, now: float) -> float:
 
 def has_sequence(state: State, *, urgency: int) -> bool:
     """Return whether a sequence is free for this urgency."""
-    limit = state.known_capacity.max_sequences - state.headroom_sequences(urgency)
-    return len(state.holding) < limit
+    return len(state.holding) < state.known_capacity.max_sequences and keeps_headroom(
+        state, num_pages=0, num_sequences=1, urgency=urgency
+    )
+
+
+def keeps_headroom(state: State, *, num_pages: int, num_sequences: int, urgency: int) -> bool:
+    """Return whether speech would still find its headroom if this urgency took that much.
+
+    What is lent to requests that can be preempted at once is as good as free: an empty place serves nobody.
+    """
+    missing_pages = num_pages + state.headroom_pages(urgency) - state.pages.free
+    taken = len(state.holding) + num_sequences + state.headroom_sequences(urgency)
+    missing_sequences = taken - state.known_capacity.max_sequences
+    if missing_pages <= 0 and missing_sequences <= 0:
+        return True
+    if not urgency:
+        return False
+    lent = losable(state, at_least=1)
+    return missing_sequences <= len(lent) and missing_pages <= sum([r.pages for r in lent])
+
+
+def losable(state: State, *, at_least: int) -> list[Record]:
+    """Return who is no more urgent than that, may lose its pages and has made progress."""
+    return [
+        r
+        for r in state.holding.values()
+        if r.flow.urgency >= at_least and is_preemptible(state, r) and has_progressed(state, r)
+    ]
+
+
+def is_preemptible(state: State, record: Record) -> bool:
+    """Return whether the request may lose its pages at all."""
+    return (
+        state.known_capacity.can_release
+        and not record.is_cancelled
+        and not record.request.keep_prefix
+        and record.preemptions < state.policy.max_preemptions
+    )
+
+
+def has_progressed(state: State, record: Record) -> bool:
+    """Return whether it computed at least one page since its last admission."""
+    return record.stored - record.stored_at_admission >= state.known_capacity.page_tokens
 
 
 def may_run_more(state: State, record: Record) -> bool:
@@ -144,8 +185,10 @@ def may_run_more(state: State, record: Record) -> bool:
 
 
 def fits(state: State, num_pages: int, *, urgency: int) -> bool:
-    """Return whether that many pages are free beyond the headroom."""
-    return num_pages <= state.pages.free - state.headroom_pages(urgency)
+    """Return whether that many pages are free, and speech would still find its headroom."""
+    return num_pages <= state.pages.free and keeps_headroom(
+        state, num_pages=num_pages, num_sequences=0, urgency=urgency
+    )
 
 
 def most_pages_ever(state: State, record: Record) -> int:

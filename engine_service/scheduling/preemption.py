@@ -14,24 +14,16 @@ papers; vLLM issue 49674 for the zero-progress cascade that the progress rule pr
 
 from __future__ import annotations
 
-from engine_service.scheduling.admission import Candidate, has_sequence, prefill_room
+from engine_service.scheduling.admission import (
+    Candidate,
+    has_sequence,
+    is_preemptible,
+    keeps_headroom,
+    losable,
+    prefill_room,
+)
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.state import State
-
-
-def is_preemptible(state: State, record: Record) -> bool:
-    """Return whether the request may lose its pages at all."""
-    return (
-        state.known_capacity.can_release
-        and not record.is_cancelled
-        and not record.request.keep_prefix
-        and record.preemptions < state.policy.max_preemptions
-    )
-
-
-def has_progressed(state: State, record: Record) -> bool:
-    """Return whether it computed at least one page since its last admission."""
-    return record.stored - record.stored_at_admission >= state.known_capacity.page_tokens
 
 
 def can_anybody_run(state: State, *, now: float) -> bool:
@@ -50,7 +42,7 @@ def can_anybody_run(state: State, *, now: float) -> bool:
         return True
     if state.least_urgent_held(now=now) <= urgency:
         return False
-    return any(not (r.is_promised and urgency > 0) for r in _losable(state, at_least=urgency + 1))
+    return any(not (r.is_promised and urgency > 0) for r in losable(state, at_least=urgency + 1))
 
 
 def victims_for(state: State, candidate: Candidate, num_pages: int, *, now: float) -> list[Record]:
@@ -59,9 +51,12 @@ def victims_for(state: State, candidate: Candidate, num_pages: int, *, now: floa
     num_pages is what the candidate needs. The result frees enough pages and, if sequences are short, at
     least one sequence.
     """
-    missing_pages = num_pages + state.headroom_pages(candidate.urgency) - state.pages.free
-    limit = state.known_capacity.max_sequences - state.headroom_sequences(candidate.urgency)
-    missing_sequences = len(state.holding) + 1 - limit
+    # Who gives way no longer backs the headroom, and frees as much of it: this does not depend on who it is.
+    urgency = candidate.urgency
+    if urgency and not keeps_headroom(state, num_pages=num_pages, num_sequences=1, urgency=urgency):
+        return []
+    missing_pages = num_pages - state.pages.free
+    missing_sequences = len(state.holding) + 1 - state.known_capacity.max_sequences
     chosen: list[Record] = []
     for record in _by_cheapness(state, candidate, now=now):
         if missing_pages <= 0 and missing_sequences <= 0:
@@ -80,7 +75,7 @@ def _by_cheapness(state: State, candidate: Candidate, *, now: float) -> list[Rec
     if not may_borrow and state.least_urgent_held(now=now) <= candidate.urgency:
         return []
     found = []
-    for record in _losable(state, at_least=candidate.urgency):
+    for record in losable(state, at_least=candidate.urgency):
         if record.is_promised and candidate.urgency > 0:
             continue
         if record.flow.urgency > candidate.urgency or (may_borrow and state.is_over_cap(record.resident_id)):
@@ -88,15 +83,6 @@ def _by_cheapness(state: State, candidate: Candidate, *, now: float) -> list[Rec
             found.append(((-record.flow.urgency, -served, record.stored, -arrived_at, request_id), record))
     found.sort(key=lambda pair: pair[0])
     return [record for _, record in found]
-
-
-def _losable(state: State, *, at_least: int) -> list[Record]:
-    """Return who is no more urgent than that, may lose its pages and has made progress."""
-    return [
-        r
-        for r in state.holding.values()
-        if r.flow.urgency >= at_least and is_preemptible(state, r) and has_progressed(state, r)
-    ]
 
 
 def _without_unneeded(chosen: list[Record], *, spare_pages: int, spare_sequences: int) -> list[Record]:

@@ -509,6 +509,8 @@ class Scheduler:
         return spent
 
     def _finished(self, record: Record, *, failed: bool) -> None:
+        if not failed and not record.is_cancelled:
+            self.state.lengths.note(record.flow, record.output)
         if record.request.keep_prefix and not failed and not record.is_cancelled:
             self.state.let_go(record)
             kept = pages_for(

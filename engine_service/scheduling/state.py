@@ -17,6 +17,7 @@ from engine_service.scheduling.counters import Account, Counters
 from engine_service.scheduling.decisions import Compose
 from engine_service.scheduling.estimator import CostEstimator, IterationShape
 from engine_service.scheduling.flows import Bill, Flow, FlowId
+from engine_service.scheduling.lengths import OutputLengths
 from engine_service.scheduling.model import (
     MICRO,
     SYSTEM,
@@ -67,6 +68,7 @@ class State:
     counters: Counters = field(default_factory=Counters)
     pages: PageLedger = field(default_factory=PageLedger)
     quota: DailyQuota = field(default_factory=DailyQuota)
+    lengths: OutputLengths = field(default_factory=OutputLengths)  #: keyed by flow
     estimator: CostEstimator = field(default_factory=CostEstimator)
     accounts: dict[ResidentId, Account] = field(default_factory=dict)
     class_accounts: dict[WorkloadClass, Account] = field(
@@ -393,12 +395,15 @@ class State:
     def admission_tokens(self, record: Record) -> int:
         """Return the token slots to reserve at admission.
 
-        All it may ever need where it cannot be taken back (or was taken back often enough), else its
-        length and one slice of growth.
+        All it may ever need where it cannot be taken back (or was taken back often enough), else the
+        length it will probably have, and at least one slice of growth: to take in more requests than will
+        fit when they have grown is to compute some of them twice.
         """
-        is_fixed = not self.known_capacity.can_release or record.preemptions >= self.policy.max_preemptions
-        grown = record.length + self.policy.output_slice_tokens
-        return record.most_tokens if is_fixed else min(record.most_tokens, grown)
+        if not self.known_capacity.can_release or record.preemptions >= self.policy.max_preemptions:
+            return record.most_tokens
+        expected = self.lengths.expected(record.flow, most=record.request.max_tokens) or 0
+        growth = max(self.policy.output_slice_tokens, expected - record.output)
+        return min(record.most_tokens, record.length + growth)
 
     def pages_needed(self, record: Record, reserved_tokens: int) -> int:
         """Return the pages for that many slots, the shared prefix not counted."""
