@@ -1,8 +1,8 @@
 """The command `fairhearth`: read settings, build, serve, drain. No logic of its own.
 
 Exit codes: 0 served and drained, 2 bad settings or usage, 3 the address is taken or cannot be used, 4 the
-model cannot be loaded, 1 anything else. Standard output carries one line, `READY http://host:port`; all else
-goes to standard error.
+model cannot be loaded, 5 it was lost while serving and cannot be loaded again, 1 anything else. Standard
+output carries one line, `READY http://host:port`; all else goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import argparse
 import asyncio
 import errno
 import logging
-import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Final
@@ -26,6 +25,7 @@ from engine_service.engine.loop import Engine
 from engine_service.errors import SettingsError
 from engine_service.identity.command import add_token_commands, run_pair, run_token
 from engine_service.logs import set_up_logging
+from engine_service.running import listen, until_stopped
 from engine_service.scheduling.baseline import FirstComeFirstServed
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.server.discovery import announced
@@ -51,6 +51,7 @@ EXIT_OK: Final = 0
 EXIT_SETTINGS: Final = 2
 EXIT_ADDRESS: Final = 3
 EXIT_MODEL: Final = 4
+EXIT_LOST: Final = 5
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_pair(state.path)
         if parsed.command == "token":
             return run_token(parsed, state.path) if parsed.action else _show_token(settings, state)
-        return _serve(settings, state)
+        return _serve(settings, state, lambda: load(parsed.config, _overrides(parsed)))
     except SettingsError as error:
         return _fail(EXIT_SETTINGS, error.message)
     except _AddressError as error:
@@ -166,7 +167,8 @@ def _show_token(settings: Settings, state: StateFolder) -> int:
 # --- fairhearth serve ---
 
 
-def _serve(settings: Settings, state: StateFolder) -> int:
+def _serve(settings: Settings, state: StateFolder, load_again: Callable[[], Settings]) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that could be told anew
     set_up_logging(settings.log)
     kept = state.residents()
     tokens = _tokens(settings, state)
@@ -174,7 +176,7 @@ def _serve(settings: Settings, state: StateFolder) -> int:
     try:
         backend = _opened(settings)
         engine = _engine(settings, merged(settings.residents, kept), backend)
-        asyncio.run(_run(engine, settings, state, tokens, kept, bound))
+        has_failed = asyncio.run(_run(engine, settings, state, tokens, kept, bound, load_again))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -182,6 +184,8 @@ def _serve(settings: Settings, state: StateFolder) -> int:
         raise _AddressError(f"cannot listen on {url_of(bound)}: {error.strerror}") from None
     finally:
         bound.close()
+    if has_failed:
+        return _fail(EXIT_LOST, "the engine lost its model and could not load it again; its log says why")
     return EXIT_OK
 
 
@@ -266,6 +270,7 @@ def _engine(settings: Settings, residents: tuple[NamedResident, ...], backend: B
         zone=settings.time_zone,
         event_log=settings.event_log,
         policy_name=settings.scheduler.value,
+        patience_s=settings.model.max_iteration_s,
     )
 
 
@@ -282,8 +287,10 @@ async def _run(
     tokens: tuple[TokenSetting, ...],
     kept: tuple[NamedResident, ...],
     bound: socket.socket,
-) -> None:
-    stop = _stop_on_signals()
+    load_again: Callable[[], Settings],
+) -> bool:
+    """Serve until the end; return whether the engine failed."""
+    signals = listen()
     service = build_service(engine, settings, state=state, tokens=tokens, kept=kept)
     if not settings.server.tokens and not service.tokens.all():
         _progress(f"pairing code: {service.pairing.open()} (ten minutes, one use; later: fairhearth pair)")
@@ -291,20 +298,6 @@ async def _run(
     async with serving(service, bound, max_body_bytes=server.max_body_bytes, drain_s=server.drain_s):
         print(f"READY {url_of(bound)}", flush=True)
         async with announced(bound, server, engine_id=service.engine_id):
-            await stop.wait()
+            has_failed = await until_stopped(service, signals, settings, load_again)
         _progress("stopping: running answers may finish")
-
-
-def _stop_on_signals() -> asyncio.Event:
-    """Return an event set by the first SIGTERM or SIGINT; a second one ends the process at once."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def stopped(number: signal.Signals) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped, number)
-    return stop
+    return has_failed

@@ -9,8 +9,12 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from typing import Final
 
 from engine_service.settings import LogFormat, LogSettings
+
+_DETAILS: Final = ("request_id", "resident", "workload_class")
+"""What a JSON line may say beside its sentence (`extra=` of a log call), to be searched by."""
 
 
 class _JsonLines(logging.Formatter):
@@ -23,6 +27,9 @@ class _JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        for name in _DETAILS:
+            if (value := getattr(record, name, None)) is not None:
+                entry[name] = value
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)

@@ -154,6 +154,7 @@ class ModelSettings:
     threads: int | None = None  #: None: the backend's choice
     requantise: bool = True
     exllamav2: ExLlamaV2Settings = field(default_factory=ExLlamaV2Settings)
+    max_iteration_s: float = 120.0  #: an iteration that lasts longer counts as hanging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,6 +360,7 @@ _FILE: Final = table(
                     },
                     what="key",
                 ),
+                vol.Optional("max_iteration_s"): number(1, 86_400),
             },
             what="key",
         ),

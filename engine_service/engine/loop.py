@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import assert_never
 from zoneinfo import ZoneInfo
@@ -40,6 +39,7 @@ from engine_service.backends.base import (
     StepOutcome,
     Tokenizer,
 )
+from engine_service.engine.days import local_day
 from engine_service.engine.eventlog import EventLog
 from engine_service.engine.metrics import Observer, Snapshot, Timers
 from engine_service.engine.outcomes import Asked, Misreported, judged
@@ -104,6 +104,8 @@ _ABORT_AGAIN_S = 0.005
 _READY_WITHIN_S = 60.0
 _TICK_S = 1.0
 _JOIN_S = 10.0
+_DAY_SLACK_S = 5.0
+"""A wall clock that drifts by less is not worth a word to the core."""
 _MOST_UNDELIVERED = 64
 """Iterations the event loop may be behind before the thread waits for it."""
 
@@ -173,6 +175,7 @@ class Engine:
         window_s: float = 300.0,
         policy_name: str = "fairhearth",
         patience_s: float = 120.0,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Take over a loaded backend; nothing runs before `start`.
 
@@ -186,6 +189,8 @@ class Engine:
         self._rebuild = rebuild
         self._clock = clock
         self._zone = zone
+        self._wall_clock = wall_clock
+        self._day, self._day_ends_at = "", 0.0
         self._event_log = EventLog(event_log) if event_log else None
         self._observer = Observer(window_s, clock())
         self.policy_name = policy_name
@@ -228,10 +233,10 @@ class Engine:
             self._tell(CapacityChanged(capacity=self._backend.capacity))
         self._thread = self._new_thread()
         self._thread.start()
-        for coroutine in (self._keep_days(), self._keep_ticking()):
-            task = self._loop.create_task(coroutine)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._see_day()
+        task = self._loop.create_task(self._keep_ticking())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def stop(self, *, drain_s: float = 5.0) -> None:
         """Refuse new work, let running work end for up to drain_s seconds, cancel the rest, close."""
@@ -938,10 +943,11 @@ class Engine:
         self._changed.set()
 
     async def _keep_ticking(self) -> None:
-        """Let windows roll and the due tier fill while requests wait; see whether the backend hangs."""
+        """Let windows roll and the due tier fill; see whether the backend hangs and what day it is."""
         while True:
             await asyncio.sleep(self._tick_s)
             self._watch()
+            self._see_day()
             with self._wakeup:
                 state = self._scheduler.state
                 if state.in_flight is None and state.total_waiting:
@@ -957,17 +963,13 @@ class Engine:
             case Alarm.GIVE_UP:
                 self._leave_hanging()
 
-    async def _keep_days(self) -> None:
-        """Tell the core when a local day begins; days of 23 and 25 hours come from the zone."""
-        while True:
-            local = datetime.now(self._zone).astimezone(self._zone)
-            tomorrow = (local.replace(tzinfo=None) + timedelta(days=1)).replace(
-                hour=0, minute=0, second=0, microsecond=0
-            )
-            midnight = tomorrow.replace(tzinfo=self._zone) if self._zone else tomorrow.astimezone()
-            left_s = max(1.0, midnight.timestamp() - local.timestamp())
-            with self._wakeup:
-                self._tell(DayStarted(day=local.date().isoformat(), ends_at=self._clock() + left_s))
-                self._wakeup.notify()
-            # Woken at least hourly, so that a wall clock set right is noticed.
-            await asyncio.sleep(min(left_s, 3600.0))
+    def _see_day(self) -> None:
+        """Tell the core when a local day begins, or when the wall clock was set."""
+        day, left_s = local_day(self._wall_clock(), self._zone)
+        ends_at = self._clock() + left_s
+        if day == self._day and abs(ends_at - self._day_ends_at) < _DAY_SLACK_S:
+            return
+        self._day, self._day_ends_at = day, ends_at
+        with self._wakeup:
+            self._tell(DayStarted(day=day, ends_at=ends_at))
+            self._wakeup.notify()

@@ -167,4 +167,9 @@ class Running:
             self._caller.resident_id,
             self._caller.class_id.value,
             self._outcome,
+            extra={
+                "request_id": self._session.request_id,
+                "resident": self._caller.resident_id,
+                "workload_class": self._caller.class_id.value,
+            },
         )

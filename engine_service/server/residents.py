@@ -68,9 +68,19 @@ class ResidentBook:
             self._kept.pop(resident_id, None)
             await self._publish()
 
+    async def reconfigure(self, configured: Iterable[NamedResident]) -> None:
+        """Take over the settings' residents anew; those set through the API go on winning over them."""
+        async with self._lock:
+            kept = self._kept.values()
+            self._all = {entry.resident_id: entry for entry in merged(configured, kept)}
+            await self._tell_engine()
+
     async def _publish(self) -> None:
         """Tell the engine, then keep what changed; a full disk must not stop the household."""
+        await self._tell_engine()
+        await asyncio.to_thread(self._state.keep_residents, list(self._kept.values()))
+
+    async def _tell_engine(self) -> None:
         entries = list(self._all.values())
         names = {entry.resident_id: entry.name for entry in entries}
         await self._engine.set_residents([entry.resident for entry in entries], names)
-        await asyncio.to_thread(self._state.keep_residents, list(self._kept.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -48,6 +48,11 @@ class Process:
         async with asyncio.timeout(END_S):
             return (await self._process.stderr.read()).decode()
 
+    async def error_line(self) -> bytes:
+        """Return the next line of standard error; empty at its end."""
+        assert self._process.stderr is not None
+        return await self._process.stderr.readline()
+
     @property
     def is_running(self) -> bool:
         """Return whether it has not ended."""
@@ -59,24 +64,30 @@ class Process:
 
 
 @asynccontextmanager
-async def command(folder: Path, *arguments: str, token: str | None = TOKEN) -> AsyncIterator[Process]:
+async def command(
+    folder: Path,
+    *arguments: str,
+    token: str | None = TOKEN,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Process]:
     """Run the command with folder as working directory, home and state; kill what is left at the end."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("FAIRHEARTH_")}
-    environment |= {
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FAIRHEARTH_")}
+    kept |= environment or {}
+    kept |= {
         "HOME": str(folder),
         "XDG_STATE_HOME": str(folder / "state"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    environment["XDG_CACHE_HOME"] = str(folder / "cache")
+    kept["XDG_CACHE_HOME"] = str(folder / "cache")
     if token is not None:
-        environment["FAIRHEARTH_TOKEN"] = token
+        kept["FAIRHEARTH_TOKEN"] = token
     started = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "engine_service",
         *arguments,
         cwd=folder,
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=kept | {"PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -219,7 +219,9 @@ async def test_log_lines_can_be_json(tmp_path: Path) -> None:
         process.signal(signal.SIGTERM)
         _, _, err = await process.end()
     lines = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
-    assert "Request r000001 of guest (chat) finished" in [line["message"] for line in lines]
+    ended = next(line for line in lines if line["message"].startswith("Request r000001 "))
+    assert ended["message"] == "Request r000001 of guest (chat) finished"
+    assert (ended["request_id"], ended["resident"], ended["workload_class"]) == ("r000001", "guest", "chat")
 
 
 async def test_nothing_that_was_said_is_logged(tmp_path: Path) -> None:
