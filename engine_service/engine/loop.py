@@ -238,9 +238,13 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def refuse_new_work(self) -> None:
+        """Begin the end: what was taken goes on, nothing new is taken."""
+        self._is_stopping = True
+
     async def stop(self, *, drain_s: float = 5.0) -> None:
         """Refuse new work, let running work end for up to drain_s seconds, cancel the rest, close."""
-        self._is_stopping = True
+        self.refuse_new_work()
         deadline = self._clock() + drain_s
         while self._live and (left_s := deadline - self._clock()) > 0:
             self._changed.clear()

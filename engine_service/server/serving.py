@@ -105,6 +105,7 @@ async def serving(
         yield
     finally:
         service.stopping.set()
+        service.engine.refuse_new_work()
         await service.jobs.close()  # they go on at the next start; only people's answers may finish now
         await service.engine.stop(drain_s=drain_s)
         await asyncio.sleep(0)  # the last events of drained sessions reach their handlers
