@@ -92,6 +92,13 @@ def boolean(value: Any) -> bool:
     return value
 
 
+def mapping(value: Any) -> dict[str, Any]:
+    """Accept an object, whatever it holds."""
+    if not isinstance(value, dict):
+        raise vol.Invalid(f"must be an object, not {shown(value)}")
+    return value
+
+
 def one_of(values: Iterable[str]) -> Validator:
     """Accept one of the given strings."""
     known = tuple(values)

@@ -163,6 +163,13 @@ class EngineStopping(EngineError):
     http_status = 503
 
 
+class NotSupported(EngineError):
+    """The model or backend loaded here cannot do this; another one might."""
+
+    code = "not_supported"
+    http_status = 501
+
+
 class StorageUnavailable(EngineError):
     """The engine's disk does not take or give what must be kept."""
 

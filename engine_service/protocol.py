@@ -17,6 +17,7 @@ import voluptuous as vol
 from engine_service.checks import (
     boolean,
     list_of,
+    mapping,
     member,
     number,
     one_of,
@@ -275,6 +276,42 @@ class JobRequest:
                 "keep_s": self.keep_s,
             }
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRequest:
+    """PUT and PATCH /v1/policy, POST /v1/policy/validate. What the keys mean is the settings' affair."""
+
+    policy: Json
+    note: str | None = None
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        return {"policy": dict(self.policy)} | _without_none({"note": self.note})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingsRequest:
+    """POST /v1/embeddings."""
+
+    texts: tuple[str | tuple[int, ...], ...]
+    model: str | None = None
+    dimensions: int | None = None
+    encoding: str = "float"  #: or base64
+    asked: Asked | None = None
+    user: str | None = None
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        sent: dict[str, Any] = {
+            "input": [text if isinstance(text, str) else list(text) for text in self.texts],
+            "model": self.model,
+            "dimensions": self.dimensions,
+            "encoding_format": self.encoding,
+            "user": self.user,
+            "fairhearth": self.asked.as_wire() if self.asked else None,
+        }
+        return _without_none(sent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -631,11 +668,41 @@ _RESIDENT: Final = table(
     }
 )
 
+MAX_EMBEDDED: Final = 2048
+
+
+def _input(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Accept one text or one list of token ids, or a list of those."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+    entries = [value] if is_one else value
+    return tuple(list_of(_embedded, at_least=1, at_most=MAX_EMBEDDED)(entries))
+
+
+def _embedded(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list):
+        return tuple(list_of(whole_number(0), at_least=1)(value))
+    return str(text(at_least=1)(value))
+
+
+_EMBEDDINGS: Final = table(
+    {
+        vol.Required("input"): _input,
+        vol.Optional("model"): _or_none(text(at_most=256)),
+        vol.Optional("dimensions"): _or_none(whole_number(1)),
+        vol.Optional("encoding_format"): _or_none(one_of(["float", "base64"])),
+        vol.Optional("user"): _or_none(text(at_most=512)),
+        vol.Optional("fairhearth"): _or_none(_asked),
+    }
+)
+
+_POLICY: Final = table({vol.Required("policy"): mapping, vol.Optional("note"): _or_none(text(at_most=256))})
+_ROLLBACK: Final = table({vol.Required("revision"): whole_number(0)})
+
 _YEAR_S: Final = 366 * 86_400
 
 _JOB: Final = table(
     {
-        vol.Required("request"): dict,
+        vol.Required("request"): mapping,
         vol.Optional("title"): _or_none(text(at_least=1, at_most=256)),
         vol.Optional("idempotency_key"): _or_none(text(at_least=1, at_most=128)),
         vol.Optional("deadline_s"): _or_none(number(maximum=_YEAR_S, above=0)),
@@ -785,6 +852,30 @@ def parse_job_request(value: Any) -> JobRequest:
     if chat.options.stream:
         raise InvalidRequest("request.stream must be left out: a job is not a stream", param="request.stream")
     return JobRequest(**raw, chat=chat)
+
+
+def parse_policy_request(value: Any) -> PolicyRequest:
+    """Return the message of PUT and PATCH /v1/policy; raise InvalidRequest naming the field."""
+    return PolicyRequest(**_checked(_POLICY, value))
+
+
+def parse_rollback_request(value: Any) -> int:
+    """Return the revision that POST /v1/policy/rollback names; raise InvalidRequest naming the field."""
+    revision: int = _checked(_ROLLBACK, value)["revision"]
+    return revision
+
+
+def parse_embeddings_request(value: Any) -> EmbeddingsRequest:
+    """Return the message of POST /v1/embeddings; raise InvalidRequest naming the field."""
+    raw = _checked(_EMBEDDINGS, value)
+    return EmbeddingsRequest(
+        texts=raw["input"],
+        model=raw.get("model"),
+        dimensions=raw.get("dimensions"),
+        encoding=raw.get("encoding_format") or "float",
+        asked=raw.get("fairhearth"),
+        user=raw.get("user"),
+    )
 
 
 def parse_pair_request(value: Any) -> PairRequest:

@@ -268,8 +268,8 @@ def _zone(value: Any) -> ZoneInfo:
 
 
 def _or_off(check: Validator) -> Validator:
-    """Accept what check accepts, or false, since TOML has no null."""
-    return lambda value: None if value is False else check(value)
+    """Accept what check accepts, or false, since TOML has no null; messages have it."""
+    return lambda value: None if value is False or value is None else check(value)
 
 
 def _validator(hint: Any) -> Validator:
@@ -498,16 +498,16 @@ def _exllamav2(raw: Mapping[str, Any], base: Path) -> ExLlamaV2Settings:
     return ExLlamaV2Settings(**given)
 
 
-def _policy(raw: Mapping[str, Any]) -> Policy:
-    """Return the default policy with the given fields replaced, class by class."""
-    default = Policy()
+def _policy(raw: Mapping[str, Any], base: Policy | None = None) -> Policy:
+    """Return the base (the default policy) with the given fields replaced, class by class."""
+    base = base or Policy()
     given = dict(raw)
-    classes = dict(default.classes)
+    classes = dict(base.classes)
     for name, changes in given.pop("classes", {}).items():
         class_id = WorkloadClass(name)
         classes[class_id] = replace(classes[class_id], **changes)
     try:
-        return replace(default, **given, classes=classes)
+        return replace(base, **given, classes=classes)
     except ValueError as error:
         raise _BadTable(f"policy: {error}") from None
 
@@ -521,6 +521,28 @@ def policy_from(raw: object, source: str) -> Policy:
         return _policy(_checked(_ONLY_POLICY, {"policy": raw}, source)["policy"])
     except _BadTable as error:
         raise SettingsError(f"{source}: {error}") from None
+
+
+def changed_policy(base: Policy, changes: object) -> Policy:
+    """Return base with changes like a table `[policy]`; raise InvalidRequest naming the key."""
+    try:
+        return _policy(_ONLY_POLICY({"policy": changes})["policy"], base)
+    except vol.Invalid as error:
+        key, message = path_and_message(error)
+        raise InvalidRequest(f"{key} {message}", param=key) from None
+    except _BadTable as error:
+        raise InvalidRequest(str(error), param="policy") from None
+
+
+def policy_as_table(policy: Policy) -> dict[str, Any]:
+    """Return the whole policy in the form `changed_policy` takes; none is null."""
+    classes = {class_id.value: _plain(values) for class_id, values in policy.classes.items()}
+    return _plain(policy, without="classes") | {"classes": classes}
+
+
+def _plain(values: Any, *, without: str = "") -> dict[str, Any]:
+    names = [f.name for f in fields(values) if f.name != without]
+    return {name: getattr(values, name) for name in names}
 
 
 def _residents(raw: Mapping[str, Any]) -> tuple[NamedResident, ...]:

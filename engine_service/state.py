@@ -1,5 +1,6 @@
 """The state folder: what the engine itself wrote and must find again after a restart.
 
+    policy.json      the policies set through the API, the last one in force
     engine_id        who this engine is, for clients that remember it
     token            the bearer token made on the first start (mode 0600)
     tokens.json      hashes of the tokens made later (engine_service/identity)
@@ -33,6 +34,7 @@ class StateFolder:
         """Make the folder, readable by its owner only; raise SettingsError if that cannot be."""
         self.path = path
         self.token_path = path / "token"
+        self._policies_path = path / "policy.json"
         self._residents_path = path / "residents.json"
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,6 +73,27 @@ class StateFolder:
         """Write the residents set through the API; raise OSError if the disk does not take them."""
         kept = {entry.resident_id: as_request(entry).as_wire() for entry in residents}
         replace_file(self._residents_path, json.dumps(kept, ensure_ascii=False, indent=2) + "\n")
+
+    def policies(self) -> object:
+        """Return what `keep_policies` wrote, None if nothing; raise SettingsError for a damaged file."""
+        try:
+            return parse_json(self._policies_path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise SettingsError(f"{self._policies_path}: cannot be read: {error.strerror}") from None
+        except InvalidRequest as error:
+            raise self.damaged_policies(error.message) from None
+
+    def damaged_policies(self, reason: str) -> SettingsError:
+        """Return the error that names the file of policies."""
+        return SettingsError(
+            f"{self._policies_path}: {reason}; delete the file to go back to the settings' policy"
+        )
+
+    def keep_policies(self, message: object) -> None:
+        """Write the policies set through the API; raise OSError if the disk does not take them."""
+        replace_file(self._policies_path, json.dumps(message, ensure_ascii=False, indent=2) + "\n")
 
     def _kept(self, path: Path, fresh: str) -> tuple[str, bool]:
         """Return the file's content, or fresh after writing it, and whether it is fresh."""

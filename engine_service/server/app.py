@@ -19,7 +19,7 @@ from engine_service.errors import (
     NotFound,
     RequestTooLarge,
 )
-from engine_service.server.handlers import about, fairness, generate, jobs, pair, residents
+from engine_service.server.handlers import about, fairness, generate, jobs, pair, policy, residents, status
 from engine_service.server.replies import error_body
 from engine_service.server.service import CALLER, SERVICE, Service, respond
 from engine_service.settings import Scope
@@ -29,6 +29,9 @@ _LOGGER = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN: Final[tuple[tuple[str, str, Handler], ...]] = (
+    ("GET", "/", status.page),
+    ("GET", "/status.js", status.page),
+    ("GET", "/status.css", status.page),
     ("GET", "/health", about.health),
     ("GET", "/ready", about.ready),
     ("POST", "/v1/pair", pair.pair),
@@ -39,6 +42,12 @@ _GUARDED: Final[tuple[tuple[str, str, Handler, Scope | None], ...]] = (
     ("POST", "/v1/chat/completions", generate.chat, Scope.GENERATE),
     ("POST", "/v1/completions", generate.complete, Scope.GENERATE),
     ("POST", "/v1/prefix", generate.prefix, Scope.GENERATE),
+    ("POST", "/v1/embeddings", generate.embed, Scope.GENERATE),
+    ("GET", "/v1/policy", policy.read, None),
+    ("PUT", "/v1/policy", policy.replace, Scope.POLICY),
+    ("PATCH", "/v1/policy", policy.change, Scope.POLICY),
+    ("POST", "/v1/policy/validate", policy.validate, Scope.POLICY),
+    ("POST", "/v1/policy/rollback", policy.roll_back, Scope.POLICY),
     ("POST", "/v1/jobs", jobs.submit, Scope.GENERATE),
     ("GET", "/v1/jobs", jobs.list_newest, Scope.GENERATE),
     ("GET", "/v1/jobs/stream", jobs.stream, Scope.GENERATE),

@@ -21,6 +21,7 @@ from engine_service.protocol import SCHEMA_VERSION, parse_json
 from engine_service.scheduling.model import ResidentId
 from engine_service.server.auth import Guard
 from engine_service.server.meters import Meters
+from engine_service.server.policies import PolicyBook
 from engine_service.server.residents import ResidentBook
 from engine_service.server.streaming import dumps
 
@@ -42,6 +43,7 @@ class Service:
     users: Mapping[str, ResidentId]  #: OpenAI's `user` to the resident it is
     meters: Meters
     jobs: JobDesk
+    policies: PolicyBook
     engine_id: str
     name: str
     created: int  #: seconds since 1970, when this process began to serve

@@ -24,6 +24,7 @@ from engine_service.server.app import build_app
 from engine_service.server.auth import Guard
 from engine_service.server.chatwork import ChatWork
 from engine_service.server.meters import Meters
+from engine_service.server.policies import PolicyBook
 from engine_service.server.residents import ResidentBook
 from engine_service.server.service import Service
 from engine_service.settings import NamedResident, Settings, TokenSetting
@@ -63,7 +64,8 @@ def build_service(
 ) -> Service:
     """Return what the handlers need.
 
-    Raises ModelError for a model whose chat template cannot be read, SettingsError for damaged tokens.
+    Raises ModelError for a model whose chat template cannot be read, SettingsError for damaged tokens
+    or policies.
     """
     book = TokenBook(state.path)
     return Service(
@@ -78,6 +80,7 @@ def build_service(
         tokens=book,
         pairing=PairingDesk(state.path),
         users=settings.server.users,
+        policies=PolicyBook(settings.policy, state),
         jobs=JobDesk(state.path / "jobs.sqlite3"),
         meters=Meters(engine.snapshot),
         engine_id=state.engine_id(),
@@ -100,6 +103,8 @@ async def serving(
     await runner.setup()
     try:
         await service.engine.start()
+        if service.policies.current.number:
+            await service.engine.set_policy(service.policies.current.policy)
         await service.jobs.open(ChatWork(service))
         await web.SockSite(runner, bound, backlog=_BACKLOG).start()
         yield

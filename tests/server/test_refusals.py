@@ -136,7 +136,7 @@ async def test_a_body_larger_than_the_engine_reads_is_refused(home: Household) -
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/index.html", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),

@@ -11,12 +11,13 @@ from contextlib import aclosing
 
 from aiohttp import web
 
-from engine_service.errors import EngineError, GenerationFailed
+from engine_service.errors import EngineError, GenerationFailed, NotSupported
 from engine_service.protocol import (
     Extension,
     Options,
     parse_chat_request,
     parse_completion_request,
+    parse_embeddings_request,
     parse_prefix_request,
 )
 from engine_service.server.plans import (
@@ -47,6 +48,16 @@ async def complete(request: web.Request) -> web.StreamResponse:
     message = parse_completion_request(await read_json(request))
     plan = await plan_completion(request.app[SERVICE], message, _attributed(request, message.options))
     return await _answer(request, plan, is_stream=message.options.stream)
+
+
+async def embed(request: web.Request) -> web.StreamResponse:
+    """POST /v1/embeddings: refused, by name, where the backend makes none."""
+    service = request.app[SERVICE]
+    parse_embeddings_request(await read_json(request))
+    info = service.engine.info
+    raise NotSupported(
+        f"the backend {info.backend!r} makes no embeddings of {info.name!r}; GET /v1/engine says `can_embed`"
+    )
 
 
 async def prefix(request: web.Request) -> web.StreamResponse:

@@ -1,0 +1,60 @@
+"""The policy: read it, try a change, make it, see what was before, take it back."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from engine_service.protocol import PolicyRequest, parse_policy_request, parse_rollback_request
+from engine_service.scheduling.model import Policy
+from engine_service.server.service import CALLER, SERVICE, Service, read_json, respond
+from engine_service.settings import changed_policy, policy_as_table
+
+
+async def read(request: web.Request) -> web.StreamResponse:
+    """GET /v1/policy: what holds, and what held before."""
+    return respond(_body(request.app[SERVICE]))
+
+
+async def replace(request: web.Request) -> web.StreamResponse:
+    """PUT /v1/policy: the defaults with these changes hold from now on."""
+    return await _changed(request, Policy())
+
+
+async def change(request: web.Request) -> web.StreamResponse:
+    """PATCH /v1/policy: what holds, with these changes, holds from now on."""
+    return await _changed(request, request.app[SERVICE].policies.current.policy)
+
+
+async def validate(request: web.Request) -> web.StreamResponse:
+    """POST /v1/policy/validate: what PATCH would make of it; changes nothing."""
+    message = parse_policy_request(await read_json(request))
+    current = request.app[SERVICE].policies.current.policy
+    return respond({"policy": policy_as_table(changed_policy(current, message.policy))})
+
+
+async def roll_back(request: web.Request) -> web.StreamResponse:
+    """POST /v1/policy/rollback: an earlier revision holds again, as a new one."""
+    service = request.app[SERVICE]
+    revision = parse_rollback_request(await read_json(request))
+    earlier = service.policies.find(revision)
+    await service.policies.replace(
+        service.engine, earlier.policy, by=request[CALLER].name, note=f"back to revision {revision}"
+    )
+    return respond(_body(service))
+
+
+async def _changed(request: web.Request, base: Policy) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    message: PolicyRequest = parse_policy_request(await read_json(request))
+    policy = changed_policy(base, message.policy)
+    await service.policies.replace(service.engine, policy, by=request[CALLER].name, note=message.note or "")
+    return respond(_body(service))
+
+
+def _body(service: Service) -> dict[str, object]:
+    current = service.policies.current
+    return {
+        "scheduler": service.engine.policy_name,
+        **current.as_wire(is_whole=True),
+        "history": [entry.as_wire(is_whole=False) for entry in service.policies.history],
+    }

@@ -1,0 +1,136 @@
+"""The policy over HTTP: read, tried, changed while the engine runs, taken back, kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_service.errors import SettingsError
+from engine_service.scheduling.model import FairnessGoal, Policy, WorkloadClass
+from engine_service.server.policies import MAX_REVISIONS, PolicyBook
+from engine_service.settings import changed_policy, policy_as_table
+from engine_service.state import StateFolder
+from tests.server.conftest import Start
+from tests.server.household import SPEAKER, Household
+
+
+async def changed(home: Household, changes: Any, method: str = "PATCH") -> dict[str, Any]:
+    answer = await home.ask(method, "/v1/policy", {"policy": changes, "note": "trial"})
+    assert answer.status == 200, answer.body
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+async def test_the_whole_policy_is_told_with_where_it_comes_from(home: Household) -> None:
+    body = (await home.ask("GET", "/v1/policy", token=SPEAKER)).json()
+    assert (body["scheduler"], body["revision"], body["by"]) == ("fairhearth", 0, "settings")
+    assert body["policy"]["fairness"] == "service"
+    assert body["policy"]["classes"]["voice"]["max_wait_s"] == 2.0
+    assert changed_policy(Policy(), body["policy"]) == home.settings.policy
+
+
+async def test_a_change_holds_at_once_and_is_written_down(home: Household) -> None:
+    body = await changed(home, {"fairness": "waiting", "classes": {"voice": {"max_wait_s": 1}}})
+    assert (body["revision"], body["by"], body["note"]) == (1, "admin", "trial")
+    policy = home.engine._scheduler.state.policy
+    assert policy.fairness is FairnessGoal.WAITING
+    assert policy.classes[WorkloadClass.VOICE].max_wait_s == 1
+    assert policy.classes[WorkloadClass.CHAT].max_wait_s == 30
+    assert [entry["revision"] for entry in body["history"]] == [1, 0]
+    assert (await home.chat(max_tokens=2)).status == 200
+
+
+async def test_patch_changes_what_holds_and_put_the_defaults(home: Household) -> None:
+    await changed(home, {"max_skips": 7})
+    both = await changed(home, {"max_preemptions": 1})
+    assert (both["policy"]["max_skips"], both["policy"]["max_preemptions"]) == (7, 1)
+    fresh = await changed(home, {"max_preemptions": 2}, "PUT")
+    assert (fresh["policy"]["max_skips"], fresh["policy"]["max_preemptions"]) == (Policy().max_skips, 2)
+
+
+async def test_a_trial_changes_nothing(home: Household) -> None:
+    answer = await home.ask("POST", "/v1/policy/validate", {"policy": {"max_skips": 9}})
+    assert answer.json()["policy"]["max_skips"] == 9
+    assert (await home.ask("GET", "/v1/policy")).json()["revision"] == 0
+
+
+@pytest.mark.parametrize("path", ["PATCH /v1/policy", "PUT /v1/policy", "POST /v1/policy/validate"])
+@pytest.mark.parametrize(
+    ("message", "param", "words"),
+    [
+        ({"policy": {"max_skip": 1}}, "policy.max_skip", "did you mean 'max_skips'"),
+        ({"policy": {"max_skips": "x"}}, "policy.max_skips", "must be a whole number"),
+        ({"policy": {"background_reserve": 1.5}}, "policy", "must be in [0, 1)"),
+        ({"policy": {"fairness": "best"}}, "policy.fairness", "must be one of service"),
+        ({"policy": {"classes": {"vip": {}}}}, "policy.classes.vip", "not a known workload class"),
+        ({"policy": {"max_chunk_tokens": 1}}, "policy", "must be >= min_chunk_tokens"),
+        ({"policy": []}, "policy", "must be an object"),
+        ({"fairness": "waiting"}, "fairness", "not a known field"),
+    ],
+)
+async def test_a_policy_that_cannot_be_is_named_and_changes_nothing(
+    home: Household, path: str, message: object, param: str, words: str
+) -> None:
+    method, address = path.split()
+    answer = await home.ask(method, address, message)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert words in answer.error["message"]
+    assert (await home.ask("GET", "/v1/policy")).json()["revision"] == 0
+
+
+async def test_an_earlier_policy_can_be_taken_back(home: Household) -> None:
+    await changed(home, {"max_skips": 7})
+    await changed(home, {"max_skips": 8})
+    answer = await home.ask("POST", "/v1/policy/rollback", {"revision": 1})
+    body = answer.json()
+    assert (body["revision"], body["policy"]["max_skips"]) == (3, 7)
+    assert body["note"] == "back to revision 1"
+    assert home.engine._scheduler.state.policy.max_skips == 7
+    unknown = await home.ask("POST", "/v1/policy/rollback", {"revision": 9})
+    assert (unknown.status, unknown.error["param"]) == (400, "revision")
+    assert "must be one of 0, 1, 2, 3" in unknown.error["message"]
+
+
+async def test_only_the_scope_policy_may_change_it(home: Household) -> None:
+    for method, path in (("PATCH", ""), ("PUT", ""), ("POST", "/validate"), ("POST", "/rollback")):
+        answer = await home.ask(method, "/v1/policy" + path, {}, token=SPEAKER)
+        assert answer.error["code"] == "not_allowed"
+
+
+async def test_a_changed_policy_holds_after_a_restart(start: Start) -> None:
+    async with start() as home:
+        await changed(home, {"max_skips": 7})
+    async with start() as home:
+        assert (await home.ask("GET", "/v1/policy")).json()["revision"] == 1
+        assert home.engine._scheduler.state.policy.max_skips == 7
+        body = (await home.ask("POST", "/v1/policy/rollback", {"revision": 0})).json()
+        assert body["policy"]["max_skips"] == Policy().max_skips
+
+
+async def test_the_history_is_bounded_and_its_numbers_only_grow(home: Household) -> None:
+    for _ in range(MAX_REVISIONS + 3):
+        body = await changed(home, {"max_skips": 5})
+    assert body["revision"] == MAX_REVISIONS + 3
+    assert len(body["history"]) == MAX_REVISIONS + 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"revisions": [{}]}',
+        '{"revisions": [{"revision": 1, "at": 1, "by": "x", "note": "", "policy": {"max_skips": -1}}]}',
+    ],
+)
+def test_a_damaged_file_of_policies_stops_the_start_and_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "policy.json").write_text(content, encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"policy\.json: .*delete the file"):
+        PolicyBook(Policy(), StateFolder(tmp_path))
+
+
+def test_every_field_of_a_policy_survives_the_wire() -> None:
+    table = policy_as_table(Policy())
+    assert changed_policy(Policy(max_skips=99), table) == Policy()
