@@ -14,6 +14,7 @@ from .const import DOMAIN, LOGGER
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
 from .engine_client import EngineClient, EngineError
 from .frontend import async_setup_frontend
+from .issues import async_forget_issues
 from .residents import ResidentRegistrar, async_forget
 from .services import async_setup_services
 
@@ -53,12 +54,13 @@ async def async_unload_entry(hass: HomeAssistant, entry: FairhearthConfigEntry) 
 
 
 async def async_remove_entry(hass: HomeAssistant, entry: FairhearthConfigEntry) -> None:
-    """Take the residents off the engine where it still answers, and forget them here."""
+    """Take the residents off the engine where it still answers, and forget them and their troubles here."""
     try:
         await ResidentRegistrar(hass, entry, _client(hass, entry)).async_remove_all()
     except EngineError as err:
         LOGGER.warning("The residents stay on the engine, it could not be told to remove them: %s", err)
     await async_forget(hass, entry)
+    async_forget_issues(hass, entry.entry_id)
 
 
 async def _async_reload(hass: HomeAssistant, entry: FairhearthConfigEntry) -> None:

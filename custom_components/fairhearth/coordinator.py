@@ -38,6 +38,7 @@ from .engine_client import (
     check_schema_version,
 )
 from .errors import as_home_assistant_error
+from .issues import IssueKeeper
 from .jobs import JobWatcher
 from .pace import Pace
 from .residents import ResidentRegistrar, structure_of
@@ -66,6 +67,7 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         """How long the prompt of each agent is, by subentry, where the engine has counted it."""
         self._structure = structure_of(entry)
         self._registrar = ResidentRegistrar(hass, entry, client)
+        self.issues = IssueKeeper(hass, self)
         self.jobs = JobWatcher(hass, entry, client)
         self._pace = Pace(hass, self._async_publish)
         self._latest: FairnessSnapshot | None = None
@@ -91,6 +93,7 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
             self.hass, self._async_follow(), f"{DOMAIN}_follow_{entry.entry_id}"
         )
         self.jobs.async_start()
+        self.issues.async_start()
 
     async def async_take_over(self) -> bool:
         """Return whether a change of the entry asks no more than to tell the engine, and tell it then."""
@@ -139,10 +142,12 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
     async def _async_connect(self) -> None:
         """Ask who answers, check that it is this entry's engine, and tell it the residents."""
         self.engine = await self.client.engine()
+        self.issues.async_check_version(self.engine.schema_version)
         check_schema_version(self.engine.schema_version)
         self._check_identity(self.engine.engine_id)
         self.engine_device_id = self._async_register_device()
         await self.async_register_residents()
+        self.issues.async_check_models(await self.client.models())
 
     def _check_identity(self, engine_id: str) -> None:
         expected = self.config_entry.unique_id

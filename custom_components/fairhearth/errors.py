@@ -24,6 +24,7 @@ from .engine_client import (
     MethodNotAllowed,
     NotAllowed,
     NotFound,
+    NotSupported,
     PromptTooLong,
     ProtocolError,
     QueueFull,
@@ -56,6 +57,7 @@ _KEYS: Final[dict[type[EngineError], str]] = {
     UnknownJob: "unknown_job",
     IdempotencyConflict: "idempotency_conflict",
     StorageUnavailable: "storage_unavailable",
+    NotSupported: "not_supported",
     NotFound: "not_supported",
     MethodNotAllowed: "not_supported",
 }

@@ -173,14 +173,12 @@ async def test_an_engine_that_forgot_the_residents_is_told_and_the_job_ordered_a
     assert (await call(hass, "submit_summary", text="x", resident="alice"))["resident"] == "alice"
 
 
-async def test_an_engine_without_jobs_says_that_it_must_be_updated(
-    hass: HomeAssistant, engine: FakeEngine
-) -> None:
+async def test_an_engine_without_jobs_says_so(hass: HomeAssistant, engine: FakeEngine) -> None:
     engine.has_jobs = False
     for action, data in (
         ("submit_summary", {"text": "x"}),
         ("list_jobs", {}),
         ("get_job", {"job_id": "job-1"}),
     ):
-        with pytest.raises(HomeAssistantError, match="Update the engine"):
+        with pytest.raises(HomeAssistantError, match="does not offer that"):
             await call(hass, action, **data)

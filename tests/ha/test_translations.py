@@ -63,6 +63,13 @@ def test_every_error_has_a_text_and_every_text_an_error() -> None:
     assert TEXTS["exceptions"].keys() == raised
 
 
+def test_every_issue_has_a_text_and_every_text_an_issue() -> None:
+    source = SOURCE["issues.py"]
+    named = set(re.findall(r'_set\(f?"([a-z_]+?)(?:_\{|")', source)) | {"changing_prompt"}
+    assert TEXTS["issues"].keys() == named
+    assert all(f'"{key}"' in source or f'f"{key}_' in source for key in TEXTS["issues"])
+
+
 def test_every_refusal_of_a_dialog_has_a_text() -> None:
     source = SOURCE["config_flow.py"] + SOURCE["subentry_flow.py"]
     refused = set(re.findall(r'Refused\("(\w+)"', source))

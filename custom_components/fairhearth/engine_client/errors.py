@@ -91,6 +91,12 @@ class StorageUnavailable(EngineError):
     code = "storage_unavailable"
 
 
+class NotSupported(EngineError):
+    """The engine or its model cannot do this at all."""
+
+    code = "not_supported"
+
+
 class UnknownResident(EngineError):
     """The resident is not set up on the engine, as after its restart."""
 
@@ -174,6 +180,7 @@ _SENT: dict[str, type[EngineError]] = {
         UnknownJob,
         IdempotencyConflict,
         StorageUnavailable,
+        NotSupported,
         UnknownResident,
         UnknownModel,
         NotFound,
