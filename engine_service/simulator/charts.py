@@ -40,6 +40,17 @@ class Range:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One request's life: it waited from start to turn, then was answered until end (None: never)."""
+
+    label: str
+    colour: int
+    start: float
+    turn: float | None
+    end: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Scale:
     low: float
@@ -92,6 +103,53 @@ def ranges(rows: Sequence[Range], *, title: str) -> str:
         label = _time_label(10.0**exponent)
         parts.append(_tick(at, bottom + 13, label))
     return _svg(parts, bottom + 18, title)
+
+
+def lives(bars: Sequence[Bar], *, end_s: float, title: str, caption: str = "") -> str:
+    """Return a row per request: a thin line while it waits for its first word, a thick one until its end."""
+    if not bars:
+        return ""
+    x = _Scale(0.0, end_s, 74, WIDTH - _RIGHT)
+    row, top = 8.0, 18.0 if caption else 4.0
+    bottom = top + row * len(bars) + 4
+    parts = [f'<text class="strong" x="0" y="12">{escape(caption)}</text>'] if caption else []
+    for value in _time_ticks(end_s):
+        parts.append(
+            f'<line class="grid" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>'
+        )
+        parts.append(_tick(x(value), bottom + 12, _clock_label(value, end_s)))
+    shown = None
+    for i, bar in enumerate(bars):
+        y = top + row * (i + 0.5) + 2
+        turn, end = (end_s if at is None else min(at, end_s) for at in (bar.turn, bar.end))
+        if bar.label != shown:
+            shown = bar.label
+            parts.append(f'<text class="small" x="0" y="{y + 4:.1f}">{escape(bar.label)}</text>')
+        parts.append(
+            f'<line class="line {colour(bar.colour)}" x1="{x(bar.start):.1f}" x2="{x(turn):.1f}"'
+            f' y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        until = max(x(end), x(turn) + 1)
+        parts.append(
+            f'<line class="answer {colour(bar.colour)}" x1="{x(turn):.1f}" x2="{until:.1f}"'
+            f' y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+    return _svg(parts, bottom + 18, title)
+
+
+def standalone(pictures: Sequence[str], style: str) -> str:
+    """Return one SVG document with the pictures one below the other, in the page's style."""
+    placed, y = [], 8.0
+    for picture in pictures:
+        height = float(picture.split('viewBox="', 1)[1].split('"', 1)[0].split()[3])
+        place = f'<svg x="10" y="{y:.0f}" width="{WIDTH}" height="{height:.0f}" '
+        placed.append(picture.replace("<svg ", place, 1))
+        y += height + 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 20} {y:.0f}">'
+        f'<style>{style}</style><rect width="100%" height="100%" style="fill: var(--paper)"/>'
+        f"{''.join(placed)}</svg>\n"
+    )
 
 
 def lines(

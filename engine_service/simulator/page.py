@@ -7,9 +7,10 @@ here but medians.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
+from types import MappingProxyType
 from typing import Final
 
 from engine_service.simulator import charts, report
@@ -20,6 +21,7 @@ from engine_service.simulator.suite import Outcome, Verdict, median
 from engine_service.simulator.summary import RunSummary, Timeline
 
 _MOST_POINTS: Final = 900  #: dots per class in a picture
+_MOST_LIVES: Final = 60  #: requests of a run that are drawn one by one
 _LABELS: Final = {
     "voice": "Voice", "accessibility": "Accessibility", "chat": "Chat", "agent": "Agent",
     "embedding": "Embeddings", "background": "Background",
@@ -37,7 +39,7 @@ def as_html(outcome: Outcome) -> str:
         f"{seeds} per policy; figures are medians over the runs, pictures show the first.</p>",
         _verdicts(outcome.verdicts),
         _first_words(outcome),
-        _answers(outcome),
+        _lives(outcome) or _answers(outcome),
         _shares(outcome),
         _waiting(outcome),
         _gap(outcome),
@@ -47,13 +49,14 @@ def as_html(outcome: Outcome) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(scenario.name)}: {escape(scenario.title)}</title>"
-        f"<style>{_style()}</style></head><body>"
+        f"<style>{style()}</style></head><body>"
         + "\n".join(part for part in parts if part)
         + "</body></html>\n"
     )
 
 
-def _style() -> str:
+def style() -> str:
+    """Return the page's style sheet."""
     return (resources.files("engine_service.simulator") / "page.css").read_text("utf-8")
 
 
@@ -117,6 +120,56 @@ def _first_words(outcome: Outcome) -> str:
     )
 
 
+def _lives(outcome: Outcome) -> str:
+    """Return every request's life where there are few, else nothing."""
+    pictures = lives_by_policy(outcome)
+    return _section(
+        "Every request",
+        "A thin line while it waits for its first word, a thick one while its answer comes.",
+        [_figure(name, svg) for name, svg in pictures.items()],
+        legend=charts.legend(_classes(outcome)),
+    )
+
+
+def lives_by_policy(outcome: Outcome, captions: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return a picture of all requests per policy, on one time axis; nothing where there are too many."""
+    timelines = {
+        choice.name: timeline
+        for choice in outcome.choices
+        if (timeline := outcome.runs[choice.name][0].timeline) is not None
+    }
+    ends = [
+        life.ended for timeline in timelines.values() for life in timeline.lives if life.ended is not None
+    ]
+    if not ends or max(len(timeline.lives) for timeline in timelines.values()) > _MOST_LIVES:
+        return {}
+    colours = {class_id: i for i, class_id in enumerate(_LABELS)}
+    return {
+        name: charts.lives(
+            [
+                charts.Bar(
+                    label=life.resident,
+                    colour=colours[life.class_id],
+                    start=life.arrived,
+                    turn=life.first_token or life.ended,
+                    end=life.ended,
+                )
+                for life in sorted(timeline.lives, key=lambda life: (life.resident, life.arrived))
+            ],
+            end_s=max(ends),
+            title=f"requests under {name}",
+            caption=captions.get(name, ""),
+        )
+        for name, timeline in timelines.items()
+    }
+
+
+def _classes(outcome: Outcome) -> list[tuple[str, int]]:
+    return [
+        (label, i) for i, (class_id, label) in enumerate(_LABELS.items()) if _has_class(outcome, class_id)
+    ]
+
+
 def _answers(outcome: Outcome) -> str:
     figures = []
     for choice in outcome.choices:
@@ -126,12 +179,9 @@ def _answers(outcome: Outcome) -> str:
                 _waits(timeline), title=f"waits under {choice.name}", y_title="until the first word"
             )
             figures.append(_figure(choice.name, svg))
-    classes = [
-        (label, i) for i, (class_id, label) in enumerate(_LABELS.items()) if _has_class(outcome, class_id)
-    ]
     return _section(
         "Every request", "One dot per request: when it came, and how long it waited.", figures,
-        legend=charts.legend(classes),
+        legend=charts.legend(_classes(outcome)),
     )  # fmt: skip
 
 
