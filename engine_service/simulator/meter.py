@@ -157,17 +157,14 @@ class Meter:
         self._stops_waiting(outcome, now=now)
         freed = self._freed_for.get(decision.request_id)
         if freed is not None:
-            self._note_excess(outcome, decision, *freed)
+            self._note_excess(decision, *freed)
 
-    def _note_excess(
-        self, outcome: Outcome, decision: Admit, freed: int, largest: int, free_before: int
-    ) -> None:
+    def _note_excess(self, decision: Admit, freed: int, largest: int, free_before: int) -> None:
         capacity = self._device.profile.capacity
         record = self._state.records.get(decision.request_id)
-        headroom = self._state.headroom_pages(outcome.class_id.urgency)
         shared = record.shared if record is not None else 0
         need = -(-(decision.reserved_tokens - shared) // capacity.page_tokens)
-        missing = max(0, need + headroom - free_before)
+        missing = max(0, need - free_before)
         self.reclaim_excess = max(self.reclaim_excess, freed - missing - largest)
 
     def _preempted(self, decision: Preempt, *, now: float) -> None:
@@ -318,6 +315,8 @@ class Meter:
                 head.state is RequestState.WAITING
                 and over - {head.resident_id}
                 and not state.is_over_cap(head.resident_id, more_pages=need)
+                # While somebody speaks no other prompt starts, wherever its pages come from.
+                and admission.has_prefill_slot(state, head, urgency=urgency, now=now)
                 and admission.has_sequence(state, urgency=urgency)
                 and not admission.fits(state, need, urgency=urgency)
             ):
