@@ -70,15 +70,17 @@ def open_backend(
     of a Llama model, by default the embedded one. progress gets one plain sentence per step. Raises
     ModelError that says what is wrong and what would be right.
     """
-    _check(options, context_tokens)
-    _check_packages()
     started = time.perf_counter()
-    cache_tokens = context_tokens - context_tokens % 256
     with contextlib.redirect_stdout(sys.stderr):  # the library reports there; ours says READY only
-        if options.device == "cpu-reference":
-            loaded, paged = _load_reference(model_path, options, cache_tokens, cache_dir, threads), True
-        else:
-            loaded, paged = _load(model_path, options, cache_tokens, max_sequences, progress)
+        loaded, paged = load(
+            model_path,
+            options=options,
+            cache_dir=cache_dir,
+            context_tokens=context_tokens,
+            max_sequences=max_sequences,
+            threads=threads,
+            progress=progress,
+        )
         from engine_service.backends.exllamav2.backend import ExLlamaV2Backend
 
         try:
@@ -99,6 +101,25 @@ def open_backend(
         f"{capacity.max_sequences} requests at once"
     )
     return backend
+
+
+def load(
+    model_path: Path | None,
+    *,
+    options: Options,
+    cache_dir: Path,
+    context_tokens: int,
+    max_sequences: int,
+    threads: int | None,
+    progress: Progress,
+) -> tuple[Loaded, bool]:
+    """Return a model with an empty cache, and whether that is paged; raise ModelError as `open_backend`."""
+    _check(options, context_tokens)
+    _check_packages()
+    cache_tokens = context_tokens - context_tokens % 256
+    if options.device == "cpu-reference":
+        return _load_reference(model_path, options, cache_tokens, cache_dir, threads), True
+    return _load(model_path, options, cache_tokens, max_sequences, progress)
 
 
 # -- what is checked before anything is loaded -----------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What scripts/gpu-check measures: ExLlamaV2 under the gate beside the library by itself, on one machine."""
