@@ -141,7 +141,7 @@ def _check_packages() -> None:
     if missing:
         raise ModelError(
             f"the backend exllamav2 needs Python packages that are not installed here: {', '.join(missing)}; "
-            "docs/backends.md says which (scripts/setup exllamav2 builds an environment for the CPU)"
+            "docs/gpu.md says which (scripts/setup exllamav2 builds an environment for the CPU)"
         )
 
 
