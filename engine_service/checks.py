@@ -1,12 +1,14 @@
 """Validators for voluptuous that say what would be right, and one way to report what was wrong.
 
-Decides how a bad value is described. Knows neither the wire nor the settings; both are checked with it.
+Decides how a bad value is described. Knows neither the wire nor the settings; both are checked with it. Every
+validator knows the JSON schema of what it accepts, so that a document of the API needs no second description.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, Final, TypeVar
@@ -16,7 +18,35 @@ import voluptuous as vol
 Validator = Callable[[Any], Any]
 E = TypeVar("E", bound=Enum)
 
+JsonSchema = dict[str, Any]
+
 _SHOWN: Final = 60  #: characters of a bad value repeated in a message
+
+
+_SCHEMAS: Final[weakref.WeakKeyDictionary[Validator, Callable[[], JsonSchema]]] = weakref.WeakKeyDictionary()
+_PLAIN: Final[Mapping[Any, JsonSchema]] = {str: {"type": "string"}, dict: {"type": "object"}}
+
+
+def described(check: Validator, schema: Callable[[], JsonSchema]) -> Validator:
+    """Return check, known to accept what the JSON schema allows (or less); it is built when asked for."""
+    _SCHEMAS[check] = schema
+    return check
+
+
+def schema_of(check: Any) -> JsonSchema:
+    """Return the JSON schema of what a validator accepts; raise TypeError for one nobody described."""
+    try:
+        return _PLAIN[check] if check in _PLAIN else _SCHEMAS[check]()
+    except KeyError:
+        raise TypeError(f"the validator {check!r} has no JSON schema") from None
+
+
+def or_none(check: Validator) -> Validator:
+    """Accept null, which OpenAI clients send for "not set", or what check accepts."""
+    return described(
+        lambda value: None if value is None else check(value),
+        lambda: {"anyOf": [schema_of(check), {"type": "null"}]},
+    )
 
 
 def shown(value: object) -> str:
@@ -34,7 +64,7 @@ def whole_number(minimum: int | None = None, maximum: int | None = None) -> Vali
             raise vol.Invalid(f"must be {wanted}, not {shown(value)}")
         return value
 
-    return check
+    return described(check, lambda: {"type": "integer", **_bounds(minimum, maximum)})
 
 
 def number(
@@ -51,7 +81,30 @@ def number(
             raise vol.Invalid(f"must be {wanted}, not {shown(value)}")
         return float(value)
 
-    return check
+    return described(check, lambda: {"type": "number", **_bounds(minimum, maximum, above)})
+
+
+def _bounds(minimum: float | None, maximum: float | None, above: float | None = None) -> JsonSchema:
+    bounds = {"minimum": minimum, "maximum": maximum, "exclusiveMinimum": above}
+    return {key: value for key, value in bounds.items() if value is not None}
+
+
+def _lengths(of_what: str, at_least: int, at_most: int | None) -> JsonSchema:
+    least = {f"min{of_what}": at_least} if at_least else {}
+    return least if at_most is None else {**least, f"max{of_what}": at_most}
+
+
+def _object_schema(keys: Mapping[Any, Any]) -> JsonSchema:
+    return {
+        "type": "object",
+        "properties": {str(key): schema_of(check) for key, check in keys.items()},
+        "required": [str(key) for key in keys if isinstance(key, vol.Required) and not _has_default(key)],
+        "additionalProperties": False,
+    }
+
+
+def _has_default(key: vol.Required) -> bool:
+    return not isinstance(key.default, vol.Undefined)
 
 
 def _range(minimum: float | None, maximum: float | None) -> str:
@@ -82,7 +135,7 @@ def text(*, at_least: int = 0, at_most: int | None = None) -> Validator:
             raise vol.Invalid(f"must have at most {at_most} characters, not {len(value)}")
         return value
 
-    return check
+    return described(check, lambda: {"type": "string", **_lengths("Length", at_least, at_most)})
 
 
 def boolean(value: Any) -> bool:
@@ -92,11 +145,17 @@ def boolean(value: Any) -> bool:
     return value
 
 
+described(boolean, lambda: {"type": "boolean"})
+
+
 def mapping(value: Any) -> dict[str, Any]:
     """Accept an object, whatever it holds."""
     if not isinstance(value, dict):
         raise vol.Invalid(f"must be an object, not {shown(value)}")
     return value
+
+
+described(mapping, lambda: {"type": "object"})
 
 
 def one_of(values: Iterable[str]) -> Validator:
@@ -108,7 +167,7 @@ def one_of(values: Iterable[str]) -> Validator:
             raise vol.Invalid(f"must be one of {', '.join(known)}, not {shown(value)}")
         return value
 
-    return check
+    return described(check, lambda: {"enum": list(known)})
 
 
 def member(kind: type[E]) -> Validator:
@@ -118,7 +177,7 @@ def member(kind: type[E]) -> Validator:
     def check(value: Any) -> E:
         return kind(allowed(value))
 
-    return check
+    return described(check, lambda: schema_of(allowed))
 
 
 def list_of(item: Validator, *, at_least: int = 0, at_most: int | None = None) -> Validator:
@@ -133,7 +192,9 @@ def list_of(item: Validator, *, at_least: int = 0, at_most: int | None = None) -
             raise vol.Invalid(f"must have at most {at_most} entries, not {len(value)}")
         return [_entry(item, index, entry) for index, entry in enumerate(value)]
 
-    return check
+    return described(
+        check, lambda: {"type": "array", "items": schema_of(item), **_lengths("Items", at_least, at_most)}
+    )
 
 
 def _entry(item: Validator, index: int, entry: Any) -> Any:
@@ -158,7 +219,7 @@ def table(keys: Mapping[Any, Any], *, what: str = "field") -> Validator:
         result: dict[str, Any] = schema(value)
         return result
 
-    return check
+    return described(check, lambda: _object_schema(keys))
 
 
 def _nearest(key: str, names: list[str]) -> str:

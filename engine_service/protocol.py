@@ -16,12 +16,15 @@ import voluptuous as vol
 
 from engine_service.checks import (
     boolean,
+    described,
     list_of,
     mapping,
     member,
     number,
     one_of,
+    or_none,
     path_and_message,
+    schema_of,
     shown,
     table,
     text,
@@ -333,13 +336,11 @@ def _without_none(sent: Json) -> dict[str, Any]:
 # --- what is accepted ---
 
 
-def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Accept null, which OpenAI clients send for "not set", or what check accepts."""
-    return lambda value: None if value is None else check(value)
-
-
 def _unused(_: Any) -> None:
     """Accept anything: an OpenAI field that changes nothing here."""
+
+
+described(_unused, lambda: {"description": "accepted and unused"})
 
 
 def _exactly_one(value: Any) -> int:
@@ -348,14 +349,29 @@ def _exactly_one(value: Any) -> int:
     return 1
 
 
+described(_exactly_one, lambda: {"enum": [1, None]})
+
+
 def _text_only(value: Any) -> None:
     if value is not None and value != ["text"]:
         raise vol.Invalid(f'must be ["text"]: this engine hears and draws nothing, not {shown(value)}')
 
 
+described(_text_only, lambda: {"enum": [["text"], None]})
+
+
+_STOP: Final = text(at_least=1, at_most=256)
+_STOPS: Final = list_of(_STOP, at_most=MAX_STOPS)
+
+
 def _stops(value: Any) -> tuple[str, ...]:
-    stop = text(at_least=1, at_most=256)
-    return (stop(value),) if isinstance(value, str) else tuple(list_of(stop, at_most=MAX_STOPS)(value))
+    return (_STOP(value),) if isinstance(value, str) else tuple(_STOPS(value))
+
+
+described(_stops, lambda: {"anyOf": [schema_of(_STOP), schema_of(_STOPS)]})
+
+
+_BIAS: Final = number(-100, 100)
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -367,8 +383,22 @@ def _logit_bias(value: Any) -> dict[int, float]:
     for key, weight in value.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise vol.Invalid(f"must have token ids as keys, not {shown(key)}")
-        bias[int(key)] = number(-100, 100)(weight)
+        bias[int(key)] = _BIAS(weight)
     return bias
+
+
+described(
+    _logit_bias,
+    lambda: {
+        "type": "object",
+        "maxProperties": 1024,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": schema_of(_BIAS),
+    },
+)
+
+
+_TEXT_PART: Final = table({vol.Required("type"): one_of(["text"]), vol.Required("text"): text()})
 
 
 def _content(value: Any) -> str:
@@ -379,13 +409,19 @@ def _content(value: Any) -> str:
     return "".join(list_of(_part)(value))
 
 
+described(_content, lambda: {"anyOf": [{"type": "string"}, {"type": "array", "items": schema_of(_part)}]})
+
+
 def _part(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind != "text":
         raise vol.Invalid(
             f'must be {{"type": "text", "text": …}} (this engine reads text), not {shown(value)}'
         )
-    return str(table({vol.Required("type"): str, vol.Required("text"): text()})(value)["text"])
+    return str(_TEXT_PART(value)["text"])
+
+
+described(_part, lambda: schema_of(_TEXT_PART))
 
 
 def _arguments(value: Any) -> str:
@@ -399,6 +435,9 @@ def _arguments(value: Any) -> str:
     return checked or "{}"
 
 
+described(_arguments, lambda: {"type": "string", "contentMediaType": "application/json"})
+
+
 _NAME: Final = text(at_least=1, at_most=256)
 
 
@@ -407,6 +446,9 @@ def _tool_name(value: Any) -> str:
     if not all(c.isascii() and (c.isalnum() or c in "_-.") for c in name):
         raise vol.Invalid(f"must consist of letters, digits, '_', '-' and '.', not {shown(value)}")
     return name
+
+
+described(_tool_name, lambda: {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"})
 
 
 _TOOL_CALL: Final = table(
@@ -423,11 +465,11 @@ _TOOL_CALL: Final = table(
 _MESSAGE: Final = table(
     {
         vol.Required("role"): one_of(["system", "developer", "user", "assistant", "tool"]),
-        vol.Optional("content"): _or_none(_content),
-        vol.Optional("name"): _or_none(_NAME),
-        vol.Optional("tool_calls"): _or_none(list_of(_TOOL_CALL, at_most=MAX_TOOLS)),
-        vol.Optional("tool_call_id"): _or_none(_NAME),
-        vol.Optional("reasoning_content"): _or_none(text()),
+        vol.Optional("content"): or_none(_content),
+        vol.Optional("name"): or_none(_NAME),
+        vol.Optional("tool_calls"): or_none(list_of(_TOOL_CALL, at_most=MAX_TOOLS)),
+        vol.Optional("tool_call_id"): or_none(_NAME),
+        vol.Optional("reasoning_content"): or_none(text()),
         vol.Optional("refusal"): _unused,
         vol.Optional("annotations"): _unused,
         vol.Optional("audio"): _unused,
@@ -457,10 +499,16 @@ def _message(value: Any) -> Message:
     )
 
 
+described(_message, lambda: schema_of(_MESSAGE))
+
+
 def _schema_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise vol.Invalid(f"must be a JSON schema (an object), not {shown(value)}")
     return value
+
+
+described(_schema_object, lambda: {"type": "object"})
 
 
 _TOOL: Final = table(
@@ -469,9 +517,9 @@ _TOOL: Final = table(
         vol.Required("function"): table(
             {
                 vol.Required("name"): _tool_name,
-                vol.Optional("description"): _or_none(text()),
-                vol.Optional("parameters"): _or_none(_schema_object),
-                vol.Optional("strict"): _or_none(boolean),
+                vol.Optional("description"): or_none(text()),
+                vol.Optional("parameters"): or_none(_schema_object),
+                vol.Optional("strict"): or_none(boolean),
             }
         ),
     }
@@ -482,6 +530,9 @@ def _tool(value: Any) -> Tool:
     return Tool(**_TOOL(value)["function"])
 
 
+described(_tool, lambda: schema_of(_TOOL))
+
+
 def _tools(value: Any) -> tuple[Tool, ...]:
     tools: list[Tool] = list_of(_tool, at_most=MAX_TOOLS)(value)
     names = [tool.name for tool in tools]
@@ -489,6 +540,9 @@ def _tools(value: Any) -> tuple[Tool, ...]:
         if name in names[:index]:
             raise vol.Invalid(f"is named {name!r} like an earlier tool; names must differ", path=[index])
     return tuple(tools)
+
+
+described(_tools, lambda: {"type": "array", "items": schema_of(_tool), "maxItems": MAX_TOOLS})
 
 
 _NAMED_TOOL: Final = table(
@@ -511,11 +565,14 @@ def _tool_choice(value: Any) -> str | tuple[str]:
     return str(value)
 
 
+described(_tool_choice, lambda: {"anyOf": [{"enum": ["auto", "none", "required"]}, schema_of(_NAMED_TOOL)]})
+
+
 _JSON_SCHEMA: Final = table(
     {
         vol.Required("name"): _NAME,
         vol.Required("schema"): _schema_object,
-        vol.Optional("strict"): _or_none(boolean),
+        vol.Optional("strict"): or_none(boolean),
         vol.Optional("description"): _unused,
     }
 )
@@ -538,15 +595,15 @@ def _response_format(value: Any) -> ResponseFormat:
     )
 
 
-def _class(value: Any) -> WorkloadClass:
-    return member(WorkloadClass)(value)  # type: ignore[no-any-return]
+described(_response_format, lambda: schema_of(_RESPONSE_FORMAT))
 
 
+_CLASS: Final = member(WorkloadClass)
 _ASKED: Final = table(
     {
-        vol.Optional("resident"): _or_none(text(at_least=1, at_most=64)),
-        vol.Optional("workload_class"): _or_none(_class),
-        vol.Optional("program"): _or_none(_NAME),
+        vol.Optional("resident"): or_none(text(at_least=1, at_most=64)),
+        vol.Optional("workload_class"): or_none(_CLASS),
+        vol.Optional("program"): or_none(_NAME),
     }
 )
 
@@ -561,28 +618,29 @@ def _asked(value: Any) -> Asked:
     )
 
 
+described(_asked, lambda: schema_of(_ASKED))
+
+
 _OPTIONS: Final[Mapping[Any, Any]] = {
-    vol.Optional("model"): _or_none(text(at_most=256)),
-    vol.Optional("max_tokens"): _or_none(whole_number(1)),
-    vol.Optional("temperature"): _or_none(number(0, 100)),
-    vol.Optional("top_p"): _or_none(number(maximum=1, above=0)),
-    vol.Optional("top_k"): _or_none(whole_number(0, 2**31 - 1)),
-    vol.Optional("min_p"): _or_none(number(0, 1)),
-    vol.Optional("repetition_penalty"): _or_none(number(maximum=100, above=0)),
-    vol.Optional("presence_penalty"): _or_none(number(-2, 2)),
-    vol.Optional("frequency_penalty"): _or_none(number(-2, 2)),
-    vol.Optional("seed"): _or_none(whole_number(-(2**63), 2**64 - 1)),
-    vol.Optional("logit_bias"): _or_none(_logit_bias),
-    vol.Optional("stop"): _or_none(_stops),
-    vol.Optional("ignore_eos"): _or_none(boolean),
-    vol.Optional("stream"): _or_none(boolean),
-    vol.Optional("stream_options"): _or_none(
-        table(
-            {vol.Optional("include_usage"): _or_none(boolean), vol.Optional("include_obfuscation"): _unused}
-        )
+    vol.Optional("model"): or_none(text(at_most=256)),
+    vol.Optional("max_tokens"): or_none(whole_number(1)),
+    vol.Optional("temperature"): or_none(number(0, 100)),
+    vol.Optional("top_p"): or_none(number(maximum=1, above=0)),
+    vol.Optional("top_k"): or_none(whole_number(0, 2**31 - 1)),
+    vol.Optional("min_p"): or_none(number(0, 1)),
+    vol.Optional("repetition_penalty"): or_none(number(maximum=100, above=0)),
+    vol.Optional("presence_penalty"): or_none(number(-2, 2)),
+    vol.Optional("frequency_penalty"): or_none(number(-2, 2)),
+    vol.Optional("seed"): or_none(whole_number(-(2**63), 2**64 - 1)),
+    vol.Optional("logit_bias"): or_none(_logit_bias),
+    vol.Optional("stop"): or_none(_stops),
+    vol.Optional("ignore_eos"): or_none(boolean),
+    vol.Optional("stream"): or_none(boolean),
+    vol.Optional("stream_options"): or_none(
+        table({vol.Optional("include_usage"): or_none(boolean), vol.Optional("include_obfuscation"): _unused})
     ),
-    vol.Optional("fairhearth"): _or_none(_asked),
-    vol.Optional("user"): _or_none(text(at_most=512)),
+    vol.Optional("fairhearth"): or_none(_asked),
+    vol.Optional("user"): or_none(text(at_most=512)),
     vol.Optional("n"): _exactly_one,
 }
 
@@ -606,35 +664,50 @@ _CHAT: Final = table(
         **_OPTIONS,
         **_UNUSED_FIELDS,
         vol.Required("messages"): list_of(_message, at_least=1, at_most=10_000),
-        vol.Optional("tools"): _or_none(_tools),
-        vol.Optional("tool_choice"): _or_none(_tool_choice),
-        vol.Optional("response_format"): _or_none(_response_format),
-        vol.Optional("max_completion_tokens"): _or_none(whole_number(1)),
-        vol.Optional("logprobs"): _or_none(boolean),
-        vol.Optional("top_logprobs"): _or_none(whole_number(0, MAX_TOP_LOGPROBS)),
+        vol.Optional("tools"): or_none(_tools),
+        vol.Optional("tool_choice"): or_none(_tool_choice),
+        vol.Optional("response_format"): or_none(_response_format),
+        vol.Optional("max_completion_tokens"): or_none(whole_number(1)),
+        vol.Optional("logprobs"): or_none(boolean),
+        vol.Optional("top_logprobs"): or_none(whole_number(0, MAX_TOP_LOGPROBS)),
         vol.Optional("modalities"): _text_only,
     }
 )
+
+
+_ONE_TEXT: Final = text(at_least=1)
+_TOKEN_IDS: Final = list_of(whole_number(0), at_least=1)
+
+
+def _text_or_ids() -> list[dict[str, Any]]:
+    return [schema_of(_ONE_TEXT), schema_of(_TOKEN_IDS)]
+
+
+def _several(kinds: list[dict[str, Any]], at_most: int) -> dict[str, Any]:
+    return {"type": "array", "items": {"anyOf": kinds}, "minItems": 1, "maxItems": at_most}
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]  # a batch of one, as some clients send it
     if isinstance(value, str):
-        return str(text(at_least=1)(value))
+        return str(_ONE_TEXT(value))
     if not isinstance(value, list) or any(isinstance(entry, str | list) for entry in value):
         raise vol.Invalid(f"must be one string or one list of token ids, not {shown(value)}")
-    return tuple(list_of(whole_number(0), at_least=1)(value))
+    return tuple(_TOKEN_IDS(value))
 
 
-def _not_supported(neutral: object) -> Callable[[Any], None]:
+described(_prompt, lambda: {"anyOf": [*_text_or_ids(), _several(_text_or_ids(), 1)]})
+
+
+def _not_supported(neutral: object) -> Callable[[Any], Any]:
     """Accept only the value that asks for nothing."""
 
     def check(value: Any) -> None:
         if value != neutral:
             raise vol.Invalid(f"is not supported here: leave it out, do not send {shown(value)}")
 
-    return check
+    return described(check, lambda: {"enum": [neutral]})
 
 
 _COMPLETION: Final = table(
@@ -642,29 +715,29 @@ _COMPLETION: Final = table(
         **_OPTIONS,
         **_UNUSED_FIELDS,
         vol.Required("prompt"): _prompt,
-        vol.Optional("logprobs"): _or_none(whole_number(0, MAX_TOP_LOGPROBS)),
+        vol.Optional("logprobs"): or_none(whole_number(0, MAX_TOP_LOGPROBS)),
         vol.Optional("best_of"): _exactly_one,
-        vol.Optional("echo"): _or_none(_not_supported(False)),
-        vol.Optional("suffix"): _or_none(_not_supported("")),
+        vol.Optional("echo"): or_none(_not_supported(False)),
+        vol.Optional("suffix"): or_none(_not_supported("")),
     }
 )
 
 
 _PREFIX: Final = table(
     {
-        vol.Optional("model"): _or_none(text(at_most=256)),
+        vol.Optional("model"): or_none(text(at_most=256)),
         vol.Required("messages"): list_of(_message, at_least=1, at_most=10_000),
-        vol.Optional("tools"): _or_none(_tools),
+        vol.Optional("tools"): or_none(_tools),
     }
 )
 
 _RESIDENT: Final = table(
     {
-        vol.Optional("name"): _or_none(text(at_least=1, at_most=128)),
+        vol.Optional("name"): or_none(text(at_least=1, at_most=128)),
         vol.Optional("weight"): whole_number(1, 1_000_000),
-        vol.Optional("daily_tokens"): _or_none(whole_number(1)),
+        vol.Optional("daily_tokens"): or_none(whole_number(1)),
         vol.Optional("daily_is_hard"): boolean,
-        vol.Optional("page_cap"): _or_none(whole_number(1)),
+        vol.Optional("page_cap"): or_none(whole_number(1)),
     }
 )
 
@@ -678,35 +751,43 @@ def _input(value: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(list_of(_embedded, at_least=1, at_most=MAX_EMBEDDED)(entries))
 
 
+described(_input, lambda: {"anyOf": [*_text_or_ids(), _several(_text_or_ids(), MAX_EMBEDDED)]})
+
+
 def _embedded(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, list):
-        return tuple(list_of(whole_number(0), at_least=1)(value))
-    return str(text(at_least=1)(value))
+        return tuple(_TOKEN_IDS(value))
+    return str(_ONE_TEXT(value))
 
 
 _EMBEDDINGS: Final = table(
     {
         vol.Required("input"): _input,
-        vol.Optional("model"): _or_none(text(at_most=256)),
-        vol.Optional("dimensions"): _or_none(whole_number(1)),
-        vol.Optional("encoding_format"): _or_none(one_of(["float", "base64"])),
-        vol.Optional("user"): _or_none(text(at_most=512)),
-        vol.Optional("fairhearth"): _or_none(_asked),
+        vol.Optional("model"): or_none(text(at_most=256)),
+        vol.Optional("dimensions"): or_none(whole_number(1)),
+        vol.Optional("encoding_format"): or_none(one_of(["float", "base64"])),
+        vol.Optional("user"): or_none(text(at_most=512)),
+        vol.Optional("fairhearth"): or_none(_asked),
     }
 )
 
-_POLICY: Final = table({vol.Required("policy"): mapping, vol.Optional("note"): _or_none(text(at_most=256))})
+_POLICY: Final = table({vol.Required("policy"): mapping, vol.Optional("note"): or_none(text(at_most=256))})
 _ROLLBACK: Final = table({vol.Required("revision"): whole_number(0)})
 
 _YEAR_S: Final = 366 * 86_400
 
+
+def _job_request(value: Any) -> dict[str, Any]:
+    return mapping(value)  # what it says is checked by `parse_chat_request`
+
+
 _JOB: Final = table(
     {
-        vol.Required("request"): mapping,
-        vol.Optional("title"): _or_none(text(at_least=1, at_most=256)),
-        vol.Optional("idempotency_key"): _or_none(text(at_least=1, at_most=128)),
-        vol.Optional("deadline_s"): _or_none(number(maximum=_YEAR_S, above=0)),
-        vol.Optional("keep_s"): _or_none(number(0, _YEAR_S)),
+        vol.Required("request"): described(_job_request, lambda: schema_of(_CHAT)),
+        vol.Optional("title"): or_none(text(at_least=1, at_most=256)),
+        vol.Optional("idempotency_key"): or_none(text(at_least=1, at_most=128)),
+        vol.Optional("deadline_s"): or_none(number(maximum=_YEAR_S, above=0)),
+        vol.Optional("keep_s"): or_none(number(0, _YEAR_S)),
     }
 )
 
@@ -719,7 +800,24 @@ def _code(value: Any) -> str:
     return digits
 
 
+described(_code, lambda: {"type": "string", "pattern": "^([ -]*[0-9]){6}[ -]*$"})
+
+
 _PAIR: Final = table({vol.Required("code"): _code, vol.Required("name"): text(at_least=1, at_most=64)})
+
+SCHEMAS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "ChatRequest": _CHAT,
+    "CompletionRequest": _COMPLETION,
+    "EmbeddingsRequest": _EMBEDDINGS,
+    "JobRequest": _JOB,
+    "PairRequest": _PAIR,
+    "PolicyRequest": _POLICY,
+    "PrefixRequest": _PREFIX,
+    "ResidentRequest": _RESIDENT,
+    "RollbackRequest": _ROLLBACK,
+}
+"""What each message may hold, for a document of the API."""
+
 
 # --- from bytes to messages ---
 

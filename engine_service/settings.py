@@ -22,11 +22,13 @@ import voluptuous as vol
 
 from engine_service.checks import (
     boolean,
+    described,
     list_of,
     member,
     number,
     one_of,
     path_and_message,
+    schema_of,
     shown,
     table,
     text,
@@ -269,7 +271,10 @@ def _zone(value: Any) -> ZoneInfo:
 
 def _or_off(check: Validator) -> Validator:
     """Accept what check accepts, or false, since TOML has no null; messages have it."""
-    return lambda value: None if value is False or value is None else check(value)
+    return described(
+        lambda value: None if value is False or value is None else check(value),
+        lambda: {"anyOf": [schema_of(check), {"enum": [False, None]}]},
+    )
 
 
 def _validator(hint: Any) -> Validator:
@@ -309,7 +314,10 @@ _POLICY: Final = table(
     },
     what="key",
 )
-_ONLY_POLICY: Final = table({vol.Optional("policy"): table(_POLICY_FIELDS, what="key")}, what="table")
+POLICY_TABLE: Final = table(_POLICY_FIELDS, what="key")
+"""What a change of the policy may hold."""
+
+_ONLY_POLICY: Final = table({vol.Optional("policy"): POLICY_TABLE}, what="table")
 
 _FILE: Final = table(
     {

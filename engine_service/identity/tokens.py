@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import voluptuous as vol
 
-from engine_service.checks import list_of, member, number, path_and_message, table, text
+from engine_service.checks import list_of, member, number, or_none, path_and_message, table, text
 from engine_service.errors import InvalidRequest, SettingsError
 from engine_service.identity.caller import Caller
 from engine_service.protocol import parse_json, parse_resident_id
@@ -161,10 +161,6 @@ def _sha256(value: Any) -> bytes:
         raise vol.Invalid("must be 64 hexadecimal digits") from None
 
 
-def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else check(value)
-
-
 _FILE: Final = table(
     {
         vol.Required("tokens"): list_of(
@@ -174,8 +170,8 @@ _FILE: Final = table(
                     vol.Required("name"): text(at_least=1, at_most=128),
                     vol.Required("sha256"): _sha256,
                     vol.Required("scopes"): list_of(member(Scope), at_least=1),
-                    vol.Required("resident"): _or_none(text(at_least=1, at_most=64)),
-                    vol.Required("most_urgent"): _or_none(member(WorkloadClass)),
+                    vol.Required("resident"): or_none(text(at_least=1, at_most=64)),
+                    vol.Required("most_urgent"): or_none(member(WorkloadClass)),
                     vol.Required("created_at"): number(0),
                 }
             )
