@@ -15,8 +15,6 @@ export const DEFAULT_HOURS = 24;
 const LONGEST_HOURS = 168;
 const HISTORY_EVERY_MS = 60_000;
 const SHORT_HISTORY_EVERY_MS = 10_000;
-const JOBS_EVERY_MS = 5_000;
-const MOST_JOBS = 8;
 const LANE = { width: 100, height: 30 };
 
 const CLASS_ICONS = {
@@ -34,8 +32,6 @@ export class FairhearthCard extends LitElement {
     _config: { state: true },
     _history: { state: true },
     _historyError: { state: true },
-    _jobs: { state: true },
-    _jobsError: { state: true },
   };
 
   // ---- what Home Assistant asks of a card
@@ -95,7 +91,7 @@ export class FairhearthCard extends LitElement {
     const old = changed.get("hass");
     if (changed.size > 1 || !changed.has("hass") || !old) return true;
     if (old.entities !== this.hass.entities || old.devices !== this.hass.devices) return true;
-    if (old.locale !== this.hass.locale || old.services !== this.hass.services) return true;
+    if (old.locale !== this.hass.locale) return true;
     return this._watched().some((id) => old.states[id] !== this.hass.states[id]);
   }
 
@@ -118,7 +114,6 @@ export class FairhearthCard extends LitElement {
     if (parts.includes("shares")) {
       this._every(hours > 2 ? HISTORY_EVERY_MS : SHORT_HISTORY_EVERY_MS, () => this._readHistory());
     }
-    if (parts.includes("jobs")) this._every(JOBS_EVERY_MS, () => this._readJobs());
   }
 
   _every(interval, work) {
@@ -148,29 +143,6 @@ export class FairhearthCard extends LitElement {
           ? this._say("history_off")
           : this._say("history_failed", { message: error?.message ?? error });
     }
-  }
-
-  async _readJobs() {
-    if (!this._hasJobs()) return;
-    const entryId = this.hass.devices[householdOf(this.hass, this._config.device)?.id]?.primary_config_entry;
-    if (!entryId) return;
-    try {
-      const { response } = await this.hass.callWS({
-        type: "call_service",
-        domain: PLATFORM,
-        service: "list_jobs",
-        service_data: { config_entry_id: entryId, limit: MOST_JOBS },
-        return_response: true,
-      });
-      this._jobs = response?.jobs ?? [];
-      this._jobsError = undefined;
-    } catch (error) {
-      this._jobsError = this._say("jobs_failed", { message: error?.message ?? error });
-    }
-  }
-
-  _hasJobs() {
-    return Boolean(this.hass?.services?.[PLATFORM]?.list_jobs);
   }
 
   // ---- words and numbers
@@ -429,13 +401,14 @@ export class FairhearthCard extends LitElement {
   }
 
   _renderJobs() {
-    if (!this._hasJobs()) return nothing;
-    const jobs = this._jobs ?? [];
+    const { "sensor.jobs": id, "event.job": ended } = this._household.entities;
+    if (!id || !isAvailable(this.hass, id)) return nothing;
+    const jobs = [...(this.hass.states[id].attributes.jobs ?? [])];
+    if (ended && isAvailable(this.hass, ended)) jobs.push(this.hass.states[ended].attributes);
     return html`
       <section aria-labelledby="jobs">
         <header><h2 id="jobs">${this._say("jobs")}</h2></header>
-        ${this._jobsError ? html`<p class="note" role="alert">${this._jobsError}</p>` : nothing}
-        ${this._jobs && !jobs.length ? html`<p class="note">${this._say("jobs_none")}</p>` : nothing}
+        ${jobs.length ? nothing : html`<p class="note">${this._say("jobs_none")}</p>`}
         <ul class="jobs">
           ${jobs.map((job) => this._renderJob(job))}
         </ul>

@@ -50,7 +50,7 @@ export class FairhearthViewStrategy extends HTMLElement {
     const now = [card("policy", "now")];
     const shares = [card("shares")];
     const waiting = [card("waiting")];
-    if (hass.services.fairhearth?.list_jobs) now.push(card("jobs"));
+    if (household?.entities["sensor.jobs"]) now.push(card("jobs"));
     if (household) {
       shares.push(...engineCards(household, hass));
       waiting.push(...firstWordGraph(household, config, hass));

@@ -41,6 +41,7 @@ logger:
   default: warning
   logs:
     custom_components.fairhearth: info
+mobile_app:
 person:
 recorder:
   commit_interval: 1
