@@ -25,6 +25,7 @@ PLATFORMS: Final = (
     Platform.CONVERSATION,
     Platform.EVENT,
     Platform.NUMBER,
+    Platform.SELECT,
     Platform.SENSOR,
 )
 

@@ -56,5 +56,8 @@ MAX_DAILY_TOKENS: Final = 1_000_000_000
 EVENT_JOB_ENDED: Final = "fairhearth_job_ended"
 """Fired for each durable job that ends, for triggers and the logbook."""
 
+POLICY_SCOPE: Final = "policy"
+"""What a token must be allowed for the policy to be shown and changed; the rest works without."""
+
 REQUIRED_SCOPES: Final = ("generate", "residents")
 """What a token must be allowed for the integration to work."""

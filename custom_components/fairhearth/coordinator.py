@@ -21,7 +21,7 @@ from homeassistant.helpers import device_registry as dr
 from homeassistant.helpers.update_coordinator import DataUpdateCoordinator, UpdateFailed
 
 from .attribution import ContextUsers
-from .const import DOMAIN, LOGGER, MANUFACTURER
+from .const import DOMAIN, LOGGER, MANUFACTURER, POLICY_SCOPE
 from .engine_client import (
     CannotConnect,
     ChatEvent,
@@ -33,6 +33,11 @@ from .engine_client import (
     InvalidToken,
     Job,
     JobOrder,
+    JsonObject,
+    MethodNotAllowed,
+    NotAllowed,
+    NotFound,
+    Policy,
     ProtocolError,
     UnknownResident,
     check_schema_version,
@@ -63,6 +68,7 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         )
         self.client = client
         self.context_users = ContextUsers()
+        self.policy: Policy | None = None
         self.prompt_tokens: dict[str, int] = {}
         """How long the prompt of each agent is, by subentry, where the engine has counted it."""
         self._structure = structure_of(entry)
@@ -139,6 +145,33 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
             await self.async_register_residents()
             return await self.client.submit_job(order)
 
+    async def async_change_policy(
+        self, changes: JsonObject, *, note: str | None = None, from_defaults: bool = False
+    ) -> Policy:
+        """Change the engine's policy and show it; raise EngineError where the engine refuses."""
+        return self._async_take_policy(
+            await self.client.change_policy(changes, note=note, from_defaults=from_defaults)
+        )
+
+    async def async_roll_back_policy(self, revision: int) -> Policy:
+        """Have an earlier policy hold again and show it; raise EngineError where the engine refuses."""
+        return self._async_take_policy(await self.client.roll_back_policy(revision))
+
+    @callback
+    def _async_take_policy(self, policy: Policy) -> Policy:
+        self.policy = policy
+        self.async_update_listeners()
+        return policy
+
+    async def _async_read_policy(self) -> Policy | None:
+        """Return what holds, None where the engine's policy cannot be read or changed."""
+        if not self.engine.may(POLICY_SCOPE):
+            return None
+        try:
+            return await self.client.policy()
+        except NotFound, MethodNotAllowed, NotAllowed:
+            return None
+
     async def _async_connect(self) -> None:
         """Ask who answers, check that it is this entry's engine, and tell it the residents."""
         self.engine = await self.client.engine()
@@ -147,6 +180,7 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         self._check_identity(self.engine.engine_id)
         self.engine_device_id = self._async_register_device()
         await self.async_register_residents()
+        self.policy = await self._async_read_policy()
         self.issues.async_check_models(await self.client.models())
 
     def _check_identity(self, engine_id: str) -> None:

@@ -73,13 +73,13 @@ class Preempted(FairhearthEntity, EventEntity):
     """Requests had to make way for others; they go on later."""
 
     _attr_translation_key = "preemption"
-    _attr_event_types = ["preempted"]  # noqa: RUF012  (as Home Assistant types it)
     _attr_entity_registry_enabled_default = False
 
     def __init__(self, coordinator: FairhearthCoordinator) -> None:
         """Tell of interruptions on the engine's device."""
         unique_id = f"{coordinator.config_entry.entry_id}_preemption"
         super().__init__(coordinator, unique_id, engine_device(coordinator))
+        self._attr_event_types = ["preempted"]
         self._seen = self._counts()
 
     def _counts(self) -> dict[str, int]:

@@ -36,6 +36,7 @@ SERVICE_SUBMIT_SUMMARY: Final = "submit_summary"
 SERVICE_GET_JOB: Final = "get_job"
 SERVICE_CANCEL_JOB: Final = "cancel_job"
 SERVICE_LIST_JOBS: Final = "list_jobs"
+SERVICE_SET_POLICY: Final = "set_policy"
 
 ATTR_PROMPT: Final = "prompt"
 ATTR_INSTRUCTIONS: Final = "instructions"
@@ -49,8 +50,14 @@ ATTR_KEEP: Final = "keep"
 ATTR_JOB_ID: Final = "job_id"
 ATTR_STATE: Final = "state"
 ATTR_LIMIT: Final = "limit"
+ATTR_POLICY: Final = "policy"
+ATTR_REVISION: Final = "revision"
+ATTR_NOTE: Final = "note"
+ATTR_FROM_DEFAULTS: Final = "from_defaults"
+ATTR_DRY_RUN: Final = "dry_run"
 
 MAX_TITLE_CHARACTERS: Final = 128
+MAX_NOTE_CHARACTERS: Final = 200
 
 CHOSEN_CLASSES: Final = (WorkloadClass.CHAT, WorkloadClass.AGENT, WorkloadClass.BACKGROUND)
 """Classes that a caller may choose; that someone speaks is known from where a request comes from, not
@@ -91,6 +98,20 @@ SUBMIT_SUMMARY_SCHEMA: Final = probatio.Schema(
         probatio.Optional(ATTR_KEEP): cv.positive_time_period,
     }
 )
+SET_POLICY_SCHEMA: Final = probatio.Schema(
+    probatio.All(
+        {
+            **_ENGINE,
+            probatio.Optional(ATTR_POLICY): dict,
+            probatio.Optional(ATTR_REVISION): probatio.All(probatio.Coerce(int), probatio.Range(min=0)),
+            probatio.Optional(ATTR_NOTE): probatio.All(cv.string, probatio.Length(max=MAX_NOTE_CHARACTERS)),
+            probatio.Optional(ATTR_FROM_DEFAULTS, default=False): cv.boolean,
+            probatio.Optional(ATTR_DRY_RUN, default=False): cv.boolean,
+        },
+        cv.has_at_least_one_key(ATTR_POLICY, ATTR_REVISION),
+        cv.has_at_most_one_key(ATTR_POLICY, ATTR_REVISION),
+    )
+)
 JOB_SCHEMA: Final = probatio.Schema({**_ENGINE, probatio.Required(ATTR_JOB_ID): cv.string})
 LIST_JOBS_SCHEMA: Final = probatio.Schema(
     {
@@ -113,6 +134,7 @@ def async_setup_services(hass: HomeAssistant) -> None:
         (SERVICE_SUBMIT_SUMMARY, _async_submit_summary, SUBMIT_SUMMARY_SCHEMA, optional),
         (SERVICE_GET_JOB, _async_get_job, JOB_SCHEMA, only),
         (SERVICE_CANCEL_JOB, _async_cancel_job, JOB_SCHEMA, optional),
+        (SERVICE_SET_POLICY, _async_set_policy, SET_POLICY_SCHEMA, optional),
         (SERVICE_LIST_JOBS, _async_list_jobs, LIST_JOBS_SCHEMA, only),
     ):
         hass.services.async_register(
@@ -195,6 +217,26 @@ async def _async_list_jobs(call: ServiceCall) -> ServiceResponse:
     except EngineError as err:
         raise as_home_assistant_error(err) from err
     return {"jobs": [job_fields(job) for job in jobs]}
+
+
+async def _async_set_policy(call: ServiceCall) -> ServiceResponse:
+    """Change the engine's policy, or only say what it would become."""
+    coordinator = _coordinator(call)
+    if not await _async_may_act_for_others(call):
+        raise Unauthorized(context=call.context)
+    changes = call.data.get(ATTR_POLICY)
+    try:
+        if changes is None:
+            policy = await coordinator.async_roll_back_policy(call.data[ATTR_REVISION])
+        elif call.data[ATTR_DRY_RUN]:
+            return {"policy": await coordinator.client.validate_policy(changes)}
+        else:
+            policy = await coordinator.async_change_policy(
+                changes, note=call.data.get(ATTR_NOTE), from_defaults=call.data[ATTR_FROM_DEFAULTS]
+            )
+    except EngineError as err:
+        raise as_home_assistant_error(err) from err
+    return {"policy": policy.table, "revision": policy.revision, "note": policy.note}
 
 
 async def _async_own_job(call: ServiceCall, coordinator: FairhearthCoordinator) -> Job:

@@ -32,14 +32,16 @@ from engine_service.protocol import (
     ChatRequest,
     parse_chat_request,
     parse_json,
+    parse_policy_request,
     parse_prefix_request,
     parse_resident_id,
     parse_resident_request,
+    parse_rollback_request,
 )
 
 GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
 TOKEN = "correct-token"
-ALL_SCOPES = ("generate", "residents", "metrics")
+ALL_SCOPES = ("generate", "residents", "metrics", "policy")
 ENGINE_ID = "5f0c2a9be1d84b0f9a3c7d6e5f4a3b2c"
 ACCOUNTS = ("guest", "house")
 
@@ -63,6 +65,24 @@ def caller_of(chat: ChatRequest) -> Caller:
         class_id=sent.get("workload_class", "chat"),
         program_id=sent.get("program"),
     )
+
+
+DEFAULT_POLICY: dict[str, Any] = {
+    "fairness": "service",
+    "max_skips": 4,
+    "classes": {"voice": {"max_wait_s": 2.0}, "background": {"max_wait_s": 900.0}},
+}
+"""Some of the engine's keys."""
+
+
+def changed_policy(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy with changes; raise InvalidRequest with a key that there is not."""
+    changed = dict(table)
+    for key, value in changes.items():
+        if key not in table:
+            raise InvalidRequest(f"{key} is not a known key; known are {', '.join(table)}", param=key)
+        changed[key] = changed_policy(table[key], value) if isinstance(table[key], dict) else value
+    return changed
 
 
 def golden(name: str) -> Any:
@@ -139,6 +159,8 @@ class FakeEngine:
     code: str | None = "123456"  #: what a client may pair with, None while no code is open
     pair_refusal: EngineError | None = None
     token_refusal: EngineError | None = None
+    has_policy: bool = True
+    policies: list[dict[str, Any]] = field(default_factory=lambda: [DEFAULT_POLICY])  #: by revision
     has_jobs: bool = True
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     orders: list[dict[str, Any]] = field(default_factory=list)  #: of jobs, as they came
@@ -183,6 +205,11 @@ class FakeEngine:
                 web.post("/v1/prefix", self._prefix),
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/pair", self._pair),
+                web.get("/v1/policy", self._get_policy),
+                web.patch("/v1/policy", self._change_policy),
+                web.put("/v1/policy", self._change_policy),
+                web.post("/v1/policy/validate", self._validate_policy),
+                web.post("/v1/policy/rollback", self._roll_back_policy),
                 web.post("/v1/jobs", self._submit_job),
                 web.get("/v1/jobs", self._list_jobs),
                 web.get("/v1/jobs/stream", self._job_stream),
@@ -234,7 +261,8 @@ class FakeEngine:
         if token not in self.tokens:
             raise NotAuthenticated("this engine does not know the token")
         is_resident = request.path.startswith("/v1/residents")
-        scope = "residents" if is_resident else "generate"
+        is_policy = request.path.startswith("/v1/policy")
+        scope = "residents" if is_resident else "policy" if is_policy else "generate"
         if request.method != "GET" and scope not in self.tokens[token]:
             raise NotAllowed(f"the token lacks the scope {scope}")
 
@@ -340,6 +368,35 @@ class FakeEngine:
         self.tokens[token] = ALL_SCOPES
         answer = {"token": token, "name": body["name"], "scopes": ALL_SCOPES, "engine_id": self.engine_id}
         return web.json_response(answer, status=201)
+
+    # --- the policy ---
+
+    async def _get_policy(self, request: web.Request) -> web.Response:
+        if not self.has_policy:
+            raise NotFound("there is nothing at /v1/policy")
+        return web.json_response(self._policy_body())
+
+    def _policy_body(self, note: str = "") -> dict[str, Any]:
+        table = self.policies[-1]
+        who = {"revision": len(self.policies) - 1, "at": 1764457000.1, "by": "Home Assistant", "note": note}
+        return {"scheduler": "fairhearth", **who, "policy": table, "history": [who]}
+
+    async def _change_policy(self, request: web.Request) -> web.Response:
+        change = parse_policy_request(parse_json(await request.read()))
+        base = DEFAULT_POLICY if request.method == "PUT" else self.policies[-1]
+        self.policies.append(changed_policy(base, change.policy))
+        return web.json_response(self._policy_body(change.note or ""))
+
+    async def _validate_policy(self, request: web.Request) -> web.Response:
+        change = parse_policy_request(parse_json(await request.read()))
+        return web.json_response({"policy": changed_policy(self.policies[-1], change.policy)})
+
+    async def _roll_back_policy(self, request: web.Request) -> web.Response:
+        revision = parse_rollback_request(parse_json(await request.read()))
+        if revision >= len(self.policies):
+            raise InvalidRequest(f"there is no revision {revision}")
+        self.policies.append(self.policies[revision])
+        return web.json_response(self._policy_body(f"back to revision {revision}"))
 
     # --- durable jobs ---
 

@@ -178,7 +178,7 @@ async def test_a_household_first_sees_what_it_needs(
         + 6 * len(CLASS_SENSORS)
         + (1 + len(ACCOUNTS)) * len(RESIDENT_SENSORS)
         + len(RESIDENT_NUMBERS)
-        + 8  # agent, task, policy met, connection, jobs, button and two events
+        + 9  # agent, task, policy met, connection, fairness, jobs, button and two events
     )
 
 

@@ -33,6 +33,7 @@ from .errors import (
 )
 from .fairness import ClassReport, EngineLoad, FairnessSnapshot, Quantiles, ResidentReport
 from .jobs import FINAL_STATES, Job, JobOrder
+from .policy import Policy
 from .protocol import (
     SCHEMA_VERSION,
     Accepted,
@@ -87,6 +88,7 @@ __all__ = [
     "NotSupported",
     "Paired",
     "PairingClosed",
+    "Policy",
     "PrefixPin",
     "PromptTooLong",
     "ProtocolError",

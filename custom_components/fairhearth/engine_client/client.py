@@ -18,6 +18,7 @@ from yarl import URL
 from .errors import CannotConnect, ProtocolError, error_from_wire
 from .fairness import FairnessSnapshot
 from .jobs import Job, JobOrder, jobs_from_wire
+from .policy import Policy, table_from_wire
 from .protocol import (
     ChatEvent,
     ChatRequest,
@@ -114,6 +115,28 @@ class EngineClient:
         return PrefixPin.from_wire(
             await self._ask("POST", "v1", "prefix", body=body, timeout_s=PREFIX_TIMEOUT_S)
         )
+
+    async def policy(self) -> Policy:
+        """Return what decides who is served when."""
+        return Policy.from_wire(await self._ask("GET", "v1", "policy"))
+
+    async def change_policy(
+        self, changes: JsonObject, *, note: str | None = None, from_defaults: bool = False
+    ) -> Policy:
+        """Change the named keys while the engine runs, or begin with the defaults; return what holds then."""
+        method = "PUT" if from_defaults else "PATCH"
+        return Policy.from_wire(await self._ask(method, "v1", "policy", body=_policy_change(changes, note)))
+
+    async def validate_policy(self, changes: JsonObject) -> JsonObject:
+        """Return the table that a change would make, and change nothing."""
+        return table_from_wire(
+            await self._ask("POST", "v1", "policy", "validate", body=_policy_change(changes, None))
+        )
+
+    async def roll_back_policy(self, revision: int) -> Policy:
+        """Have an earlier policy hold again; return what holds then."""
+        body: JsonObject = {"revision": revision}
+        return Policy.from_wire(await self._ask("POST", "v1", "policy", "rollback", body=body))
 
     async def submit_job(self, order: JobOrder) -> Job:
         """Order an answer that outlives the engine's restarts; return it as the engine wrote it down."""
@@ -227,6 +250,10 @@ class EngineClient:
             raise CannotConnect(f"the engine at {self._url} has gone silent") from err
         except aiohttp.ClientError as err:
             raise CannotConnect(_reason(self._url, err)) from err
+
+
+def _policy_change(changes: JsonObject, note: str | None) -> JsonObject:
+    return {"policy": changes} if note is None else {"policy": changes, "note": note}
 
 
 async def _object(response: aiohttp.ClientResponse) -> JsonObject:
