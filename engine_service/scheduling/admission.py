@@ -87,11 +87,11 @@ class Order:
     def _entry(self, flow: Flow) -> _Entry:
         state, urgency = self._state, flow.urgency
         record = flow.head(state.records)
-        if urgency and self._due_left and self._now >= record.due_at:
+        if urgency and self._due_left:
+            oldest = flow.oldest(state.records) if flow.by_age else record
             # Who was demoted is due later than its class.
-            due_at = state.due_at(record, urgency=urgency)
-            if self._now >= due_at:
-                return 1, 0, due_at, record.request_id, record
+            if self._now >= oldest.due_at and self._now >= (due_at := state.due_at(oldest, urgency=urgency)):
+                return 1, 0, due_at, oldest.request_id, oldest
         rank = 0 if not urgency else 3 + urgency
         if urgency >= FIRST_LOWER_URGENCY and self._reserve_owed:
             rank = 2

@@ -43,6 +43,8 @@ def compose(state: State, *, now: float) -> Composition:
         prefilling = _eligible_prefills(state, _ranked(state, state.prefilling.values(), now=now), speaks)
     if speaks:
         decoding = _beside_speech(state, _ranked(state, decoding, now=now), prefilling, now=now)
+    elif state.policy.pace_ahead_s is not None and (prefilling or state.waiting_flows):
+        decoding = _paced(decoding, prefilling, state.policy.pace_ahead_s, now=now)
     context = sum([r.stored for r in decoding])
     prefills: list[PrefillChunk] = []
     if prefilling:
@@ -95,21 +97,31 @@ def _beside_speech(
     return tuple(kept)
 
 
+def _paced(
+    decoding: tuple[Record, ...], prefilling: list[Record], ahead_s: float, *, now: float
+) -> tuple[Record, ...]:
+    """Leave out answers that are so far ahead of their readers that nobody notices, while others wait."""
+    kept = tuple([r for r in decoding if (spare := _spare_s(r, now=now)) is None or spare <= ahead_s])
+    # Somebody must be computed: an idle device helps nobody.
+    return kept if kept or prefilling else decoding
+
+
+def _spare_s(record: Record, *, now: float) -> float | None:
+    """Return how long the reader could do without the next token; None if nobody reads along."""
+    target = record.flow.rules.inter_token_target_s
+    if target is None or record.first_token_at is None:
+        return None
+    return record.first_token_at + (record.length - record.request.prompt_tokens) * target - now
+
+
 def _slack_s(decoding: Iterable[Record], *, now: float) -> float | None:
     """Return the least time any reading or listening person can spare; None if nobody reads along.
 
     The deadline of output token n is fixed when the first one is out: first + n * target. A stream that
     ran ahead of its reader has slack to give to somebody's prompt.
     """
-    slack: float | None = None
-    for r in decoding:
-        target = r.flow.rules.inter_token_target_s
-        if target is None or r.first_token_at is None:
-            continue
-        spare = r.first_token_at + (r.length - r.request.prompt_tokens) * target - now
-        if slack is None or spare < slack:
-            slack = spare
-    return slack
+    spares = [spare for r in decoding if (spare := _spare_s(r, now=now)) is not None]
+    return min(spares, default=None)
 
 
 def _chunk_budget(

@@ -7,7 +7,8 @@ Differs: charged as computed instead of at dispatch, whole micro-units instead o
 our own preemption is paid by a separate `system` account (the paper has no preemption).
 
 Rules
-* A counter never goes down, except that `rebase` subtracts the same amount from all of them.
+* A counter never goes down, except that `rebase` subtracts the same amount from all of them, and that
+  `repay` takes back what a forecast charged too much.
 * A resident that becomes backlogged starts no lower than the least backlogged resident, or, when nobody
   waits, than the last resident that left the queue.
 * The order of charges cannot change a sum: service is summed in whole units before it is divided.
@@ -48,6 +49,7 @@ class Counters:
         self._weights: dict[ResidentId, int] = {}
         self._service: dict[ResidentId, int] = {}
         self._offset: dict[ResidentId, int] = {}
+        self._ahead: dict[ResidentId, int] = {}  #: units charged by forecast and not yet computed
         self._last_left = 0
         self.system_service = 0  #: units paid by nobody: recompute, pinned prefixes
 
@@ -57,18 +59,32 @@ class Counters:
             before = self.value(resident_id) if resident_id in self._weights else 0
             self._weights[resident_id] = weight
             self._service.setdefault(resident_id, 0)
-            self._offset[resident_id] = before - self._service[resident_id] * MICRO // weight
+            units = self._service[resident_id] + self._ahead.get(resident_id, 0)
+            self._offset[resident_id] = before - units * MICRO // weight
 
     def value(self, resident_id: ResidentId) -> int:
         """Return the counter in micro-units (>= 0)."""
         weight = self._weights[resident_id]
-        return self._offset[resident_id] + self._service[resident_id] * MICRO // weight
+        units = self._service[resident_id] + self._ahead.get(resident_id, 0)
+        return self._offset[resident_id] + units * MICRO // weight
 
     def charge(self, resident_id: ResidentId, units: int) -> None:
         """Add units of service (>= 0)."""
         if units < 0:
             raise ValueError(f"a charge must be >= 0, not {units}")
         self._service[resident_id] += units
+
+    def prepay(self, resident_id: ResidentId, units: int) -> None:
+        """Charge units (>= 0) of work to come, as forecast."""
+        self._ahead[resident_id] = self._ahead.get(resident_id, 0) + units
+
+    def repay(self, resident_id: ResidentId, units: int) -> None:
+        """Take units back that were charged ahead: they are charged as computed now, or never come."""
+        self._ahead[resident_id] -= units
+
+    def ahead(self, resident_id: ResidentId) -> int:
+        """Return the units that are charged ahead."""
+        return self._ahead.get(resident_id, 0)
 
     def charge_system(self, units: int) -> None:
         """Book units that the household pays together."""
@@ -100,6 +116,34 @@ class Counters:
         """Everybody who has a counter, also who was removed since."""
         return tuple(self._weights)
 
+    def weight(self, resident_id: ResidentId) -> int:
+        """Return the weight the counter is divided by."""
+        return self._weights[resident_id]
+
     def service(self, resident_id: ResidentId) -> int:
         """Return all units ever charged to the resident."""
         return self._service[resident_id]
+
+    def export(self) -> dict[str, object]:
+        """Return everything but what is charged ahead: its requests end with this scheduler."""
+        return {
+            "weights": dict(self._weights),
+            "service": dict(self._service),
+            "offset": dict(self._offset),
+            "last_left": self._last_left,
+            "system": self.system_service,
+        }
+
+    def restore(
+        self,
+        *,
+        weights: Mapping[ResidentId, int],
+        service: Mapping[ResidentId, int],
+        offset: Mapping[ResidentId, int],
+        last_left: int,
+        system: int,
+    ) -> None:
+        """Take over what `export` returned; all three maps have the same keys."""
+        self._weights, self._service, self._offset = dict(weights), dict(service), dict(offset)
+        self._ahead = {}
+        self._last_left, self.system_service = last_left, system

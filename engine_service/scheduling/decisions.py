@@ -61,6 +61,7 @@ class Reject:
     reason: RejectReason
     limit: int | None = None  #: the number that would have been accepted (tokens, requests)
     retry_after_s: float | None = None  #: when trying again makes sense; None: never as it is
+    eta_s: float | None = None  #: when it would start at the end of the queue; None: unknown, or never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,11 @@ class Flow:
     is_lower: bool = field(init=False)  #: served by the background reserve
     num_waiting: int = 0
     num_held: int = 0  #: requests that hold pages
-    queue: list[tuple[int, float, RequestId]] = field(default_factory=list)  #: a heap; may hold who left
+    num_enqueued: int = 0  #: ever
+    spell: int = 0  #: how often it went from nothing waiting to something waiting
+    in_order: int = 0  #: service units of requests that were admitted in the usual order
+    queue: list[tuple[int, int, float, RequestId]] = field(default_factory=list)  #: a heap; may hold who left
+    by_age: list[tuple[float, RequestId]] = field(default_factory=list)  #: the same by age, if that differs
 
     def __post_init__(self) -> None:
         """Derive what is asked for in every iteration."""
@@ -49,19 +53,54 @@ class Flow:
         self.is_spoken = self.own_urgency == 0
         self.is_lower = self.own_urgency >= FIRST_LOWER_URGENCY
 
+    @property
+    def flow_id(self) -> FlowId:
+        """Class and resident."""
+        return self.class_id, self.resident_id
+
+    def push(self, record: Record, *, attained: int | None) -> None:
+        """Queue a record: preempted first, then its program's attained service, then age.
+
+        attained None: of a program nothing is known, or nothing matters.
+        """
+        place = 0 if record.preemptions else 1
+        entry = (place, attained or 0, record.arrived_at, record.request_id)
+        heapq.heappush(self.queue, entry)
+        if self.by_age:
+            heapq.heappush(self.by_age, (record.arrived_at, record.request_id))
+        elif attained is not None:
+            self.by_age = [(arrived_at, request_id) for _, _, arrived_at, request_id in self.queue]
+            heapq.heapify(self.by_age)
+
     def head(self, records: Mapping[RequestId, Record]) -> Record:
         """Return the request that is next in this flow; only while something waits."""
         queue = self.queue
         while True:
-            _, arrived_at, request_id = queue[0]
+            _, _, arrived_at, request_id = queue[0]
             record = records.get(request_id)
-            if (
-                record is not None
-                and record.state is RequestState.WAITING
-                and record.arrived_at == arrived_at
-            ):
+            if record is not None and _still_waits(record, arrived_at):
                 return record
             heapq.heappop(queue)
+
+    def oldest(self, records: Mapping[RequestId, Record]) -> Record:
+        """Return the request that has waited longest; only while something waits."""
+        by_age = self.by_age
+        while by_age:
+            arrived_at, request_id = by_age[0]
+            record = records.get(request_id)
+            if record is not None and _still_waits(record, arrived_at):
+                return record
+            heapq.heappop(by_age)
+        return self.head(records)
+
+    def empty(self) -> None:
+        """Forget who left, now that nothing waits."""
+        self.queue.clear()
+        self.by_age.clear()
+
+
+def _still_waits(record: Record, arrived_at: float) -> bool:
+    return record.state is RequestState.WAITING and record.arrived_at == arrived_at
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +110,7 @@ class Bill:
     flow: Flow
     is_systems: bool  #: computed for everybody: the household pays
     was_due: bool  #: admitted by the due tier, whose budget is spent
+    was_in_order: bool  #: admitted in the usual order, not ahead of it
     payer: Account  #: who is shown to have used the tokens
     charged: Account  #: the resident's account
     by_class: Account
@@ -78,6 +118,7 @@ class Bill:
     fresh: int = 0  #: prompt tokens computed for the first time
     recomputed: int = 0  #: tokens computed again after a preemption
     decoded: int = 0
+    settled: int = 0  #: units of it that a forecast had charged ahead
     micros: int = 0  #: measured time of `fresh` and `decoded`, where time is the unit
     system_micros: int = 0  #: measured time of `recomputed`
 

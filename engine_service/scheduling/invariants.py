@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections import Counter
 
 from engine_service.scheduling.flows import Flow
-from engine_service.scheduling.model import MICRO, RequestState, ServiceUnit
+from engine_service.scheduling.model import (
+    MICRO,
+    FairnessGoal,
+    RequestState,
+    ResidentId,
+    ServiceUnit,
+)
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.scheduling.state import State
@@ -33,6 +39,7 @@ def check(scheduler: Scheduler) -> None:
     _check_pages(state)
     _check_charges(state)
     _check_flight(state)
+    _check_leads(state)
 
 
 def counter_spread(state: State) -> int:
@@ -47,10 +54,73 @@ def counter_bound(state: State) -> int:
     U = max(w_p * L_in, w_q * M) with M the tokens the memory holds; V and A are what the voice bucket,
     the due tier and the background reserve may spend out of order per window.
     """
+    policy = state.policy
+    return (_unit_bound(state) + policy.voice_bucket + policy.due_budget) * MICRO
+
+
+def lead_bound(state: State) -> int:
+    """Return how far one resident may get ahead of another by being served in order, in micro-units.
+
+    U of what may be under way when the order turns, once more for each time a head that does not fit may be
+    passed over, and what a forecast may charge in advance. Service out of order comes on top as it happens.
+    """
+    policy, capacity = state.policy, state.known_capacity
+    per_request = (policy.prefill_cost + policy.decode_cost) * capacity.max_context_tokens
+    passed_over = policy.max_skips * per_request
+    ahead = capacity.max_sequences * per_request if policy.predict_output else 0
+    return (_unit_bound(state) + passed_over + ahead) * MICRO
+
+
+def _unit_bound(state: State) -> int:
     policy, capacity = state.policy, state.known_capacity
     most_held = capacity.num_pages * capacity.page_tokens
-    usual = max(policy.prefill_cost * capacity.max_context_tokens, policy.decode_cost * most_held)
-    return (usual + policy.voice_bucket + policy.due_budget) * MICRO
+    return max(policy.prefill_cost * capacity.max_context_tokens, policy.decode_cost * most_held)
+
+
+def _check_leads(state: State) -> None:
+    """P1: of two who wait in the same class, none gets further ahead than it was, or than the bound allows.
+
+    The order compares counters of all service, so a resident who chatted all day is ahead of one who only
+    waits for a summary, and waits for it to catch up. What it may not do is run further ahead, except by
+    what is served out of order (speech, due work, the reserve, other classes), which is counted exactly.
+    Whoever is held back by limits of its own (page cap, running requests) is not compared.
+    """
+    leads, state.leads = state.leads, {}
+    if state.policy.fairness is not FairnessGoal.SERVICE or state.policy.unit is not ServiceUnit.TOKENS:
+        return
+    if state.capacity is None:
+        return
+    compared = [f for f in state.waiting_flows if f.urgency == f.own_urgency and not _is_limited(state, f)]
+    bound = lead_bound(state)
+    for flow in compared:
+        for other in compared:
+            if flow.urgency != other.urgency or flow.resident_id == other.resident_id:
+                continue
+            spells = (state.epoch, flow.spell, other.spell)
+            difference = state.counters.value(flow.resident_id) - state.counters.value(other.resident_id)
+            extra = _out_of_order(state, flow)
+            known = leads.get((flow, other))
+            if known is None or known[0] != spells:
+                known = (spells, difference, extra)
+            state.leads[flow, other] = known
+            allowed = max(known[1], bound) + extra - known[2]
+            if difference > allowed:
+                raise InvariantBroken(
+                    "P1",
+                    f"{flow.resident_id} is {difference} ahead of {other.resident_id} in {flow.class_id}; "
+                    f"{allowed} is allowed",
+                )
+
+
+def _is_limited(state: State, flow: Flow) -> bool:
+    resident = state.residents.get(flow.resident_id)
+    return resident is None or resident.page_cap is not None or resident.max_running is not None
+
+
+def _out_of_order(state: State, flow: Flow) -> int:
+    """Return what the resident was ever served beside this flow's turn, in micro-units by weight."""
+    units = state.counters.service(flow.resident_id) - flow.in_order
+    return units * MICRO // state.weight(flow.resident_id)
 
 
 def _check_states(state: State) -> None:
@@ -145,6 +215,14 @@ def _check_pages(state: State) -> None:
 
 def _check_charges(state: State) -> None:
     """P5: charged = computed (fresh prefill and decode), and the rest is the system's."""
+    ahead: Counter[ResidentId] = Counter()
+    for record in state.records.values():
+        ahead[record.resident_id] += record.prepaid
+        if record.prepaid and not record.holds_pages:
+            raise InvariantBroken("P5", "waits and is charged ahead", record)
+    for resident_id in state.counters.resident_ids:
+        if state.counters.ahead(resident_id) != ahead[resident_id]:
+            raise InvariantBroken("P5", f"{resident_id} is charged ahead for no request")
     charged = sum(state.counters.service(resident_id) for resident_id in state.counters.resident_ids)
     booked = sum(account.service for account in state.class_accounts.values())
     if charged != booked:
@@ -166,6 +244,11 @@ def _check_flight(state: State) -> None:
     if state.in_flight is None:
         return
     composed = state.in_flight.composed
+    chunk = sum(part.num_tokens for part in composed.prefills)
+    if not composed.decode_ids and not composed.prefills:
+        raise InvariantBroken("P9", "an iteration computes nothing")
+    if chunk > state.in_flight.most_chunk_tokens:
+        raise InvariantBroken("P2", f"computes {chunk} of {state.in_flight.most_chunk_tokens} prompt tokens")
     ids = [*composed.decode_ids, *(chunk.request_id for chunk in composed.prefills)]
     if len(set(ids)) != len(ids):
         raise InvariantBroken("P3", f"an iteration names a request twice: {ids}")

@@ -10,7 +10,7 @@ class and resident, because one resident's summaries say nothing about the same 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 _REMEMBERED = 5
 
@@ -33,3 +33,14 @@ class OutputLengths:
         """Return the output to expect, at most `most`; None before any answer was seen."""
         mean = self._mean.get(flow_id)
         return None if mean is None else min(most, mean)
+
+    def export(self) -> list[tuple[Hashable, list[int]]]:
+        """Return what is remembered, oldest answer first."""
+        return [(flow_id, list(seen)) for flow_id, seen in self._seen.items()]
+
+    def restore(self, seen: Iterable[tuple[Hashable, list[int]]]) -> None:
+        """Take over what `export` returned."""
+        self._seen, self._mean = {}, {}
+        for flow_id, outputs in seen:
+            for output in outputs:
+                self.note(flow_id, output)

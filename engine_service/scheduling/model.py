@@ -115,6 +115,9 @@ class Resident:
     weight: int = 1  #: >= 1; twice the weight is entitled to twice the service
     daily_tokens: int | None = None  #: service tokens per local day; None is unlimited
     daily_is_hard: bool = False  #: over quota: True rejects, False falls to background
+    rolling_tokens: int | None = None  #: tokens in any window of `rolling_window_s`; None is unlimited
+    rolling_window_s: float = 3600.0
+    rolling_is_hard: bool = False  #: over it: True rejects, False falls to background
     page_cap: int | None = None  #: most KV pages while others wait; lendable; None is no cap
     max_running: int | None = None  #: most requests running at once
     max_waiting: int = 64  #: most requests waiting at once
@@ -125,7 +128,11 @@ class Resident:
             raise ValueError("resident_id must not be empty")
         if self.weight < 1:
             raise ValueError(f"weight of {self.resident_id} must be a whole number >= 1, not {self.weight}")
-        for name in ("daily_tokens", "page_cap", "max_running", "max_waiting"):
+        if self.rolling_window_s <= 0:
+            raise ValueError(
+                f"rolling_window_s of {self.resident_id} must be > 0, not {self.rolling_window_s}"
+            )
+        for name in ("daily_tokens", "rolling_tokens", "page_cap", "max_running", "max_waiting"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} of {self.resident_id} must be >= 1, not {value}")
@@ -186,6 +193,8 @@ class Policy:
     abort_patience_s: float = 0.1  #: speech waits for an iteration that is expected to end this soon
     max_waiting: int = 1_000  #: most requests waiting over all residents
     prefix_share: float = 0.25  #: most of the pages that pinned prefixes may hold, [0, 1)
+    predict_output: bool = False  #: charge what an answer will probably cost at admission, settle at its end
+    pace_ahead_s: float | None = None  #: an answer this far ahead of its reader sits out while others wait
 
     def __post_init__(self) -> None:
         """Refuse a policy that breaks a promise by construction."""
@@ -215,6 +224,8 @@ class Policy:
                 raise ValueError(f"{name} must be > 0, not {getattr(self, name)}")
         if self.efficient_chunk_tokens < 1:
             raise ValueError(f"efficient_chunk_tokens must be > 0, not {self.efficient_chunk_tokens}")
+        if self.pace_ahead_s is not None and self.pace_ahead_s <= 0:
+            raise ValueError(f"pace_ahead_s must be > 0, not {self.pace_ahead_s}")
         if self.max_chunk_tokens < self.min_chunk_tokens:
             raise ValueError(
                 f"max_chunk_tokens ({self.max_chunk_tokens}) must be >= "

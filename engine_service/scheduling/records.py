@@ -45,6 +45,10 @@ class Record:
     was_due: bool = False  #: admitted out of the due tier, whose budget pays for it
     is_promised: bool = False  #: admitted by the due tier or the reserve: only speech may take its pages
     is_cancelled: bool = False
+    prepaid: int = 0  #: service units charged ahead and not yet computed
+    attained: int = 0  #: service units its program was told of
+    ticket: int = 0  #: how many of its flow were enqueued before it
+    was_in_order: bool = False  #: admitted in the usual order (not spoken, due or from the reserve)
     decodes: bool = False  #: noted as decoding in `state` (see `is_decoding`)
     is_new_on_backend: bool = False  #: admitted, and the backend has not reported on it yet
     story: list[str] = field(default_factory=list)
@@ -78,6 +82,11 @@ class Record:
     def is_decoding(self) -> bool:
         """Return whether the next iteration computes exactly its last output token."""
         return self.output > 0 and self.length - self.stored == 1
+
+    def attained_units(self, prefill_cost: int, decode_cost: int) -> int:
+        """Return the service it got so far, recomputation not counted."""
+        prompt = min(max(self.charged, self.stored), self.request.prompt_tokens)
+        return max(0, prompt - self.shared) * prefill_cost + self.output * decode_cost
 
     @property
     def holds_pages(self) -> bool:

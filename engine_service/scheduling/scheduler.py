@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import assert_never
+from typing import Any, assert_never
 
-from engine_service.scheduling import admission, composition, preemption
+from engine_service.scheduling import admission, composition, preemption, snapshot, waiting
 from engine_service.scheduling.admission import Candidate, Order, Tier
 from engine_service.scheduling.counters import Account
 from engine_service.scheduling.decisions import (
@@ -54,6 +54,7 @@ from engine_service.scheduling.flows import Bill
 from engine_service.scheduling.model import (
     GUEST,
     HOUSE,
+    MICRO,
     SYSTEM,
     Policy,
     PreemptionMode,
@@ -138,6 +139,30 @@ class Scheduler:
         """Return the longest sequence a request of the class may have; shared is its pinned beginning."""
         return admission.most_tokens_ever(self.state, class_id, shared=shared)
 
+    def eta_s(self, request_id: RequestId, *, now: float) -> float | None:
+        """Return the seconds (>= 0) until a waiting request probably starts.
+
+        None for requests that do not wait, and while nothing was measured.
+        """
+        record = self.state.records.get(request_id)
+        if record is None or record.state is not RequestState.WAITING:
+            return None
+        self.state.refresh(now)
+        flow = record.flow
+        behind = flow.num_enqueued - record.ticket - 1
+        position = max(0, flow.num_waiting - behind - 1)
+        return waiting.eta_s(self.state, flow, position=position, now=now)
+
+    def snapshot(self, *, now: float) -> dict[str, Any]:
+        """Return what must outlive a restart, as JSON values (see `snapshot`)."""
+        return snapshot.take(self.state, now=now)
+
+    def restore(self, saved: object, *, now: float, elapsed_s: float = 0.0) -> None:
+        """Take over a snapshot before the first request; raises SnapshotError and then changes nothing."""
+        residents = tuple(self.state.residents.values())
+        snapshot.apply(self.state, saved, now=now, elapsed_s=elapsed_s)
+        self._set_residents(residents)
+
     # ---- residents
 
     def _set_residents(self, residents: tuple[Resident, ...]) -> None:
@@ -149,6 +174,8 @@ class Scheduler:
         self.state.capped = tuple(r for r in known.values() if r.page_cap is not None)
         self.state.counters.set_weights({r.resident_id: r.weight for r in known.values()})
         self.state.quota.set_residents(known.values())
+        self.state.rolling.set_residents(known.values())
+        self.state.epoch += 1
         for resident_id in known:
             self.state.account(resident_id)
 
@@ -160,6 +187,8 @@ class Scheduler:
             policy.decode_cost,
         ):
             self.state.has_changed_cost = True
+        if policy.fairness is not before.fairness or self.state.has_changed_cost:
+            self.state.epoch += 1
         self.state.policy = policy
         self.state.open_windows()
 
@@ -209,16 +238,32 @@ class Scheduler:
             return too_long
         if state.quota.is_spent(request.resident_id) and state.quota.is_hard(request.resident_id):
             return reject(RejectReason.QUOTA_EXHAUSTED, 0, state.quota.resets_in_s(now=now))
-        waiting = state.num_waiting.get(request.resident_id, 0)
-        if waiting >= resident.max_waiting:
-            return reject(
-                RejectReason.TOO_MANY_REQUESTS, resident.max_waiting, self._drain_s(waiting, now=now)
+        refused_for_s = state.rolling.refused_for_s(request.resident_id, now=now)
+        if refused_for_s is not None:
+            return reject(RejectReason.QUOTA_EXHAUSTED, 0, refused_for_s)
+        num_waiting = state.num_waiting.get(request.resident_id, 0)
+        if num_waiting >= resident.max_waiting:
+            return self._queue_is_full(
+                record, RejectReason.TOO_MANY_REQUESTS, resident.max_waiting, num_waiting, now=now
             )
         if state.total_waiting >= state.policy.max_waiting:
-            return reject(
-                RejectReason.QUEUE_FULL, state.policy.max_waiting, self._drain_s(state.total_waiting, now=now)
+            return self._queue_is_full(
+                record, RejectReason.QUEUE_FULL, state.policy.max_waiting, state.total_waiting, now=now
             )
         return None
+
+    def _queue_is_full(
+        self, record: Record, reason: RejectReason, limit: int, num_waiting: int, *, now: float
+    ) -> Reject:
+        self.state.refresh(now)
+        flow = self.state.flow(record.class_id, record.resident_id)
+        return Reject(
+            request_id=record.request_id,
+            reason=reason,
+            limit=limit,
+            retry_after_s=self._drain_s(num_waiting, now=now),
+            eta_s=waiting.eta_s(self.state, flow, position=flow.num_waiting, now=now),
+        )
 
     def _too_long(self, record: Record) -> Reject | None:
         request, state = record.request, self.state
@@ -411,24 +456,49 @@ class Scheduler:
                 if length > record.reserved:
                     growing[record.request_id] = record
                 bill.decoded += tokens
+                if record.prepaid:
+                    self._settle_forecast(record, bill, tokens * self.state.policy.decode_cost)
         return bills
+
+    def _settle_forecast(self, record: Record, bill: Bill, units: int) -> None:
+        """Note that so much of what was charged ahead is charged as computed now."""
+        settled = min(units, record.prepaid)
+        record.prepaid -= settled
+        bill.settled += settled
 
     def _micros_of(self, event: IterationDone) -> dict[RequestId, int]:
         """Split the measured time over the results, in whole microseconds; nothing gets lost."""
         if self.state.policy.unit is not ServiceUnit.ACCELERATOR_TIME:
             return {}
-        policy = self.state.policy
-        parts = {
-            r.request_id: r.prefill_tokens * policy.prefill_cost + r.decode_tokens * policy.decode_cost
-            for r in event.results
-        }
-        whole, total = int(event.seconds * 1_000_000), sum(parts.values())
+        parts = self._costs_of(event.results)
+        whole, total = int(event.seconds * MICRO), sum(parts.values())
         if not total:
             return {}
         split = {request_id: whole * part // total for request_id, part in parts.items()}
         first = next(iter(split))
         split[first] += whole - sum(split.values())
         return split
+
+    def _costs_of(self, results: tuple[SequenceResult, ...]) -> dict[RequestId, int]:
+        """Return what each result cost in proportion: by the cost model, by tokens until it has learned."""
+        policy, records = self.state.policy, self.state.records
+        seconds = self.state.estimator.seconds
+        tokens = {
+            r.request_id: r.prefill_tokens * policy.prefill_cost + r.decode_tokens * policy.decode_cost
+            for r in results
+        }
+        alone = seconds(0, 0, 0, 0)
+        if alone is None:
+            return tokens
+        costs: dict[RequestId, int] = {}
+        for r in results:
+            record = records.get(r.request_id)
+            stored = 0 if record is None else record.stored
+            # A prompt's first token comes out of its last chunk; only other tokens are decoded.
+            decodes = 0 if r.prefill_tokens or not r.decode_tokens else 1
+            beside = seconds(r.prefill_tokens, stored, decodes, stored * decodes) or alone
+            costs[r.request_id] = int((beside - alone) * 1e9) if tokens[r.request_id] else 0
+        return costs if sum(costs.values()) else tokens
 
     def _credit(self, record: Record, result: SequenceResult, bill: Bill, micros: int, *, now: float) -> None:
         """Take over what the iteration did for one request, and add it to the bill it belongs to."""
@@ -451,9 +521,11 @@ class Scheduler:
         bill.fresh += fresh
         bill.recomputed += recomputed
         bill.decoded += result.decode_tokens
+        policy = self.state.policy
+        units = fresh * policy.prefill_cost + result.decode_tokens * policy.decode_cost
+        if record.prepaid:
+            self._settle_forecast(record, bill, units)
         if micros:
-            policy = self.state.policy
-            units = fresh * policy.prefill_cost + result.decode_tokens * policy.decode_cost
             total = units + recomputed * policy.prefill_cost
             own = micros * units // total if total else 0
             bill.micros += own
@@ -479,10 +551,16 @@ class Scheduler:
             flow = bill.flow
             if not bill.is_systems:
                 state.quota.spend(flow.resident_id, bill.fresh + bill.decoded)
+                state.rolling.spend(flow.resident_id, bill.fresh + bill.decoded, now=now)
+            if bill.settled:
+                state.counters.repay(flow.resident_id, bill.settled)
+                bill.settled = 0
             state.recomputed_tokens += bill.recomputed
             units, system_units = bill.close(state.policy, is_timed=is_timed)
             self._charge(bill, units, system_units)
             total += units
+            if bill.was_in_order:
+                flow.in_order += units
             if flow.is_lower:
                 lower += units
             elif flow.is_spoken:
@@ -510,7 +588,7 @@ class Scheduler:
 
     def _finished(self, record: Record, *, failed: bool) -> None:
         if not failed and not record.is_cancelled:
-            self.state.lengths.note(record.flow, record.output)
+            self.state.lengths.note(record.flow.flow_id, record.output)
         if record.request.keep_prefix and not failed and not record.is_cancelled:
             self.state.let_go(record)
             kept = pages_for(
@@ -542,7 +620,12 @@ class Scheduler:
             prefills=composed.prefills,
             predicted_s=composed.predicted_s,
         )
-        self.state.in_flight = InFlight(composed=order, shape=composed.shape, started_at=now)
+        self.state.in_flight = InFlight(
+            composed=order,
+            shape=composed.shape,
+            started_at=now,
+            most_chunk_tokens=self.state.policy.max_chunk_tokens,
+        )
         decisions.append(order)
         return decisions
 
@@ -620,8 +703,8 @@ class Scheduler:
                 for skipped in passed_over:
                     skipped.skips += 1
                 order.put_back(candidate.flow)
-                if len(decisions) > num_before + 1:
-                    order.rebuild()  # somebody lost its pages and waits
+                if len(decisions) > num_before + 1 or candidate.record.prepaid:
+                    order.rebuild()  # somebody lost its pages and waits, or was charged ahead
             elif outcome == "no_slot":
                 return
             elif outcome == "no_sequence":
@@ -687,12 +770,32 @@ class Scheduler:
         record.stored = record.stored_at_admission = record.shared
         record.is_new_on_backend = True
         record.was_due = candidate.tier is Tier.DUE
+        record.was_in_order = candidate.tier is Tier.ORDER
         record.is_promised = candidate.tier in (Tier.DUE, Tier.RESERVE)
         record.skips = 0
         record.last_served_at = now
         record.tell(f"admitted as {candidate.tier.name.lower()}", now=now)
         state.hold(record)
+        if state.policy.predict_output:
+            self._charge_forecast(record)
         decisions.append(Admit(request_id=record.request_id, reserved_tokens=reserved))
+
+    def _charge_forecast(self, record: Record) -> None:
+        """Charge what the request will probably cost; it is settled as it is computed (VTC, section 4.4).
+
+        Before any answer of the flow was seen, half of what it may be.
+        """
+        policy = self.state.policy
+        if record.request.paid_by_system or policy.unit is not ServiceUnit.TOKENS:
+            return
+        most = record.request.max_tokens
+        expected = self.state.lengths.expected(record.flow.flow_id, most=most)
+        output = (most + 1) // 2 if expected is None else expected
+        prompt = record.request.prompt_tokens - max(record.charged, record.shared)
+        units = max(0, prompt) * policy.prefill_cost + max(0, output - record.output) * policy.decode_cost
+        record.prepaid = units
+        self.state.counters.prepay(record.resident_id, units)
+        self.state.services.pop(record.resident_id, None)
 
     def _preempt(
         self, victim: Record, beneficiary: Record | None, decisions: list[Decision], *, now: float

@@ -9,7 +9,7 @@ ever looked at, so the work per decision does not grow with the number of waitin
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -31,7 +31,8 @@ from engine_service.scheduling.model import (
     pages_for,
 )
 from engine_service.scheduling.pages import PageLedger
-from engine_service.scheduling.quota import DailyQuota
+from engine_service.scheduling.programs import ProgramId, Programs
+from engine_service.scheduling.quota import DailyQuota, RollingQuota
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.windows import WindowSum
 
@@ -49,6 +50,7 @@ class InFlight:
     composed: Compose
     shape: IterationShape
     started_at: float
+    most_chunk_tokens: float = math.inf  #: what the policy allowed when it was composed
     is_aborting: bool = False
 
 
@@ -63,12 +65,14 @@ class State:
     records: dict[RequestId, Record] = field(default_factory=dict)
     holding: dict[RequestId, Record] = field(default_factory=dict)
     flows: dict[FlowId, Flow] = field(default_factory=dict)
-    bills: dict[tuple[Flow, bool, bool], Bill] = field(default_factory=dict)
+    bills: dict[tuple[Flow, bool, bool, bool], Bill] = field(default_factory=dict)
     num_waiting: dict[ResidentId, int] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     pages: PageLedger = field(default_factory=PageLedger)
     quota: DailyQuota = field(default_factory=DailyQuota)
-    lengths: OutputLengths = field(default_factory=OutputLengths)  #: keyed by flow
+    rolling: RollingQuota = field(default_factory=RollingQuota)
+    lengths: OutputLengths = field(default_factory=OutputLengths)
+    programs: Programs = field(default_factory=Programs)
     estimator: CostEstimator = field(default_factory=CostEstimator)
     accounts: dict[ResidentId, Account] = field(default_factory=dict)
     class_accounts: dict[WorkloadClass, Account] = field(
@@ -77,6 +81,9 @@ class State:
     in_flight: InFlight | None = None
     coming_prefixes: dict[RequestId, int] = field(default_factory=dict)  #: pages, arrived and not yet pinned
     recomputed_tokens: int = 0
+    epoch: int = 0  #: grows when counters before and after stop being comparable (weights, goal, prices)
+    leads: dict[tuple[Flow, Flow], tuple[tuple[int, int, int], int, int]] = field(default_factory=dict)
+    """Kept by `invariants`: for pairs that wait together, the spell, the lead and the extra at its start."""
     has_changed_cost: bool = False  #: the unit or its prices changed: sums before and after do not compare
     num_iterations: int = 0
     spoken_spent: dict[ResidentId, WindowSum] = field(default_factory=dict)
@@ -128,7 +135,7 @@ class State:
     def bill(self, record: Record) -> Bill:
         """Return where the record's tokens are added up."""
         is_systems = record.request.paid_by_system
-        key = (record.flow, is_systems, record.was_due)
+        key = (record.flow, is_systems, record.was_due, record.was_in_order)
         bill = self.bills.get(key)
         if bill is None:
             charged = self.account(record.resident_id)
@@ -136,6 +143,7 @@ class State:
                 flow=record.flow,
                 is_systems=is_systems,
                 was_due=record.was_due,
+                was_in_order=record.was_in_order,
                 payer=self.account(SYSTEM) if is_systems else charged,
                 charged=charged,
                 by_class=self.class_accounts[record.class_id],
@@ -149,7 +157,12 @@ class State:
         """Put a waiting record into its flow."""
         resident_id = record.resident_id
         flow = record.flow = self.flow(record.class_id, resident_id)
-        heapq.heappush(flow.queue, (0 if record.preemptions else 1, record.arrived_at, record.request_id))
+        program_id = self.program_of(record)
+        flow.push(record, attained=self.programs.attained(program_id) if program_id else None)
+        record.ticket = flow.num_enqueued
+        flow.num_enqueued += 1
+        if not flow.num_waiting:
+            flow.spell += 1
         if not self.num_waiting.get(resident_id):
             self.waiting_since[resident_id] = now
         self.num_waiting[resident_id] = self.num_waiting.get(resident_id, 0) + 1
@@ -163,7 +176,7 @@ class State:
         flow.num_waiting -= 1
         self.waiting_by_urgency[flow.urgency] -= 1
         if not flow.num_waiting:
-            flow.queue.clear()
+            flow.empty()
             del self.waiting_flows[flow]
         self.num_waiting[resident_id] -= 1
         if not self.num_waiting[resident_id]:
@@ -204,13 +217,32 @@ class State:
         """Note that the record holds nothing any more; harmless if it held nothing."""
         if self.holding.pop(record.request_id, None) is None:
             return
-        record.charged = max(record.charged, record.stored)
+        self._close_account(record)
         record.flow.num_held -= 1
         self.held_by_urgency[record.flow.urgency] -= 1
         for group in (self.prefilling, self.spoken, self.growing, self.paused, self.leaving):
             group.pop(record.request_id, None)
         if record.decodes:
             record.decodes, self._decodes = False, None
+
+    def _close_account(self, record: Record) -> None:
+        """Settle what changes only while it computes: forecast, program, highest position computed."""
+        record.charged = max(record.charged, record.stored)
+        if record.prepaid:
+            self.counters.repay(record.resident_id, record.prepaid)
+            self.services.pop(record.resident_id, None)
+            record.prepaid = 0
+        program_id = self.program_of(record)
+        if program_id is not None:
+            units = record.attained_units(self.policy.prefill_cost, self.policy.decode_cost)
+            self.programs.add(program_id, max(0, units - record.attained))
+            record.attained = max(record.attained, units)
+
+    def program_of(self, record: Record) -> ProgramId | None:
+        """Return the agent run that an agent's call belongs to, None for all other work."""
+        if record.class_id is not WorkloadClass.AGENT or record.request.program_id is None:
+            return None
+        return record.resident_id, record.request.program_id
 
     def note_progress(self, record: Record) -> None:
         """Note whether the record decodes now: also a recomputed prompt of which one token is left."""
@@ -250,7 +282,7 @@ class State:
             return
         self._asked_at = now
         self.services.clear()
-        out_of_quota = self.quota.exhausted()
+        out_of_quota = self.quota.exhausted() | self.rolling.exhausted(now=now)
         out_of_voice = self._silenced(now=now)
         if out_of_quota != self._out_of_quota or out_of_voice != self._out_of_voice:
             self._out_of_quota, self._out_of_voice = out_of_quota, out_of_voice
@@ -340,15 +372,17 @@ class State:
             case FairnessGoal.SERVICE:
                 return self.counters.value(resident_id)
             case FairnessGoal.WAITING:
-                waited = self.waited.get(resident_id, 0)
-                since = self.waiting_since.get(resident_id)
-                if since is not None:
-                    waited += self._weighted_wait(resident_id, now - since)
-                return -waited
+                return -self.waited_total(resident_id, now=now)
             case FairnessGoal.COMPLETIONS:
                 return self.account(resident_id).finished * MICRO // self.weight(resident_id)
             case FairnessGoal.CLASS_ONLY:
                 return 0
+
+    def waited_total(self, resident_id: ResidentId, *, now: float) -> int:
+        """Return the weighted time (micro-units) the resident has had something waiting."""
+        waited = self.waited.get(resident_id, 0)
+        since = self.waiting_since.get(resident_id)
+        return waited if since is None else waited + self._weighted_wait(resident_id, now - since)
 
     def _weighted_wait(self, resident_id: ResidentId, seconds: float) -> int:
         return int(seconds * MICRO) * self.weight(resident_id)
@@ -401,7 +435,7 @@ class State:
         """
         if not self.known_capacity.can_release or record.preemptions >= self.policy.max_preemptions:
             return record.most_tokens
-        expected = self.lengths.expected(record.flow, most=record.request.max_tokens) or 0
+        expected = self.lengths.expected(record.flow.flow_id, most=record.request.max_tokens) or 0
         growth = max(self.policy.output_slice_tokens, expected - record.output)
         return min(record.most_tokens, record.length + growth)
 

@@ -7,6 +7,7 @@ device keeps its own account of pages and tokens and refuses what a real one cou
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -119,6 +120,7 @@ class Household:
         max_tokens: int | None = None,
         shared: int = 0,
         keep_prefix: bool = False,
+        program: str | None = None,
     ) -> RequestId:
         """Let a request arrive now; output is how long its answer will really be."""
         self._count += 1
@@ -130,6 +132,7 @@ class Household:
             max_tokens=output if max_tokens is None else max_tokens,
             shared_prefix_tokens=shared,
             keep_prefix=keep_prefix,
+            program_id=program,
             paid_by_system=keep_prefix,
         )
         self.sequences[request.request_id] = Sequence(request=request, output_length=output)
@@ -149,6 +152,23 @@ class Household:
         self.tell(BackendLost())
         if back:
             self.tell(CapacityChanged(capacity=self.capacity))
+
+    def restart(self, *, elapsed_s: float = 0.0) -> None:
+        """Let the scheduler's process end and come back from its snapshot; the device lost everything.
+
+        Requests do not survive: they are the shell's to submit again.
+        """
+        saved = json.loads(json.dumps(self.scheduler.snapshot(now=self.now)))
+        policy = self.scheduler.state.policy
+        self.flying, self.was_aborted = None, False
+        for sequence in self.sequences.values():
+            sequence.is_on_device = False
+        self.scheduler = self.make(policy)
+        self.now += elapsed_s
+        self.scheduler.restore(saved, now=self.now, elapsed_s=elapsed_s)
+        check(self.scheduler)
+        self.tell(ResidentsChanged(residents=self.residents))
+        self.tell(CapacityChanged(capacity=self.capacity))
 
     # ---- time
 

@@ -160,3 +160,34 @@ def test_a_cut_prompt_fills_whole_passes_of_the_backend() -> None:
     ]
     assert len(cut) >= 4
     assert all(rows % 64 == 0 for rows in cut[:-1]), "only the prompt's last piece may be odd"
+
+
+def test_an_answer_far_ahead_of_its_reader_makes_room_while_others_wait() -> None:
+    def document_done_at(policy: Policy) -> float:
+        home = Household(residents=(ALICE, BOB), policy=policy, cost=lambda c, d: 0.0002 * c + 0.02 * d)
+        chats = [home.ask("alice", "chat", 60, 200) for _ in range(4)]
+        home.run_until(home.now + 4.0)
+        document = home.ask("bob", "background", 1500, 50)
+        home.run_dry()
+        for chat in chats:
+            times = home.sequences[chat].tokens_at
+            late = max(t - (times[0] + i * 0.2) for i, t in enumerate(times))
+            assert late < 0.05, "no reader notices"
+        done_at = home.sequences[document].finished_at
+        assert done_at is not None
+        return done_at
+
+    assert document_done_at(Policy(sprint=False, pace_ahead_s=1.0)) < document_done_at(Policy(sprint=False))
+
+
+def test_pacing_leaves_nobody_idle_when_everybody_is_ahead() -> None:
+    policy = Policy(pace_ahead_s=0.1)
+    home = Household(
+        residents=(ALICE,), policy=policy, capacity=dataclasses.replace(CAPACITY, max_sequences=2)
+    )
+    for _ in range(4):
+        home.ask("alice", "chat", 60, 100)
+    home.run_dry()
+    assert home.all_finished()
+    gaps = [b[0] - a[1] for a, b in itertools.pairwise(home.iterations)]
+    assert max(gaps) == 0.0, "the device never stands still while somebody waits"

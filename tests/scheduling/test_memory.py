@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
 from engine_service.scheduling import admission
-from engine_service.scheduling.decisions import Grow, Preempt
+from engine_service.scheduling.decisions import Admit, Grow, Preempt
 from engine_service.scheduling.events import CapacityChanged, PolicyChanged, PrefixDropped
 from engine_service.scheduling.model import Capacity, Policy, Resident, ResidentId
 from tests.scheduling.household import CAPACITY, Household
@@ -214,3 +215,23 @@ def test_the_same_chunk_policy_applies_after_a_policy_change_while_running() -> 
     sizes = [c.num_tokens for _, _, compose in home.iterations[before + 1 :] for c in compose.prefills]
     assert sizes
     assert max(sizes) <= 64
+
+
+def test_freed_pages_go_to_the_request_they_were_taken_for() -> None:
+    home = Household(capacity=SMALL, policy=NO_PREFIXES, residents=(ALICE, BOB))
+    for _ in range(4):
+        home.ask("bob", "background", 320, 300)
+    home.run_until(home.now + 3.0)
+    for _ in range(3):
+        home.ask("bob", "background", 40, 10)
+    home.ask("alice", "voice", 700, 20)
+    home.run_dry()
+    taken = 0
+    for _, _, decisions in home.log:
+        for decision, following in itertools.pairwise(decisions):
+            if isinstance(decision, Preempt) and decision.beneficiary_id is not None:
+                taken += 1
+                ids = {d.request_id for d in decisions if isinstance(d, (Admit, Grow))}
+                assert decision.beneficiary_id in ids, "nobody else may have them first"
+                assert isinstance(following, (Preempt, Admit, Grow))
+    assert taken

@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from engine_service.scheduling.decisions import Admit
-from engine_service.scheduling.model import Capacity, ClassPolicy, Policy, Resident, ResidentId, WorkloadClass
+from engine_service.scheduling.model import (
+    Capacity,
+    ClassPolicy,
+    FairnessGoal,
+    Policy,
+    Resident,
+    ResidentId,
+    WorkloadClass,
+)
 from tests.scheduling.household import Household
 
 ALICE = Resident(resident_id=ResidentId("alice"), max_waiting=1000)
@@ -174,3 +182,132 @@ def test_the_same_events_give_the_same_decisions() -> None:
         return [(now, decisions) for now, _, decisions in home.log]
 
     assert play() == play()
+
+
+def test_by_waiting_time_whoever_has_waited_most_goes_first() -> None:
+    policy = Policy(fairness=FairnessGoal.WAITING, background_reserve=0.0)
+    home = Household(residents=(ALICE, BOB), capacity=TWO_AT_ONCE, policy=policy)
+    running = home.ask("bob", "chat", 64, 200)
+    patient = home.ask("alice", "chat", 64, 10)
+    home.run_until(home.now + 0.5)
+    hasty = home.ask("bob", "chat", 64, 10)
+    home.run_dry()
+    assert admitted(home) == [running, patient, hasty]
+    # Alice has waited more than Bob ever did: she is first again, although Bob asks earlier.
+    running = home.ask("bob", "chat", 64, 100)
+    second, first = home.ask("bob", "chat", 64, 10), home.ask("alice", "chat", 64, 10)
+    home.run_dry()
+    assert admitted(home)[3:] == [running, first, second]
+
+
+def test_by_completions_whoever_had_fewest_answers_goes_first() -> None:
+    policy = Policy(fairness=FairnessGoal.COMPLETIONS, background_reserve=0.0)
+    home = Household(residents=(ALICE, BOB), capacity=TWO_AT_ONCE, policy=policy)
+    for _ in range(3):
+        home.ask("bob", "chat", 8, 2)
+        home.run_dry()
+    home.ask("alice", "chat", 900, 100)
+    home.run_dry()
+    running = home.ask("bob", "chat", 64, 60)
+    second, first = home.ask("bob", "chat", 64, 10), home.ask("alice", "chat", 64, 10)
+    home.run_dry()
+    assert admitted(home)[-3:] == [running, first, second], "one long answer counts less than three short"
+
+
+def test_by_class_only_arrival_decides_whoever_was_served_most() -> None:
+    policy = Policy(fairness=FairnessGoal.CLASS_ONLY, background_reserve=0.0)
+    home = Household(residents=(ALICE, BOB), capacity=TWO_AT_ONCE, policy=policy)
+    home.ask("bob", "chat", 900, 100)
+    home.run_dry()
+    running, first = home.ask("bob", "chat", 64, 60), home.ask("bob", "chat", 64, 10)
+    home.run_until(home.now + 0.1)
+    second = home.ask("alice", "chat", 64, 10)
+    home.run_dry()
+    assert admitted(home)[-3:] == [running, first, second]
+
+
+def test_a_short_agent_run_is_not_held_up_by_a_long_one() -> None:
+    home = Household(residents=(ALICE,), capacity=TWO_AT_ONCE, policy=Policy(background_reserve=0.0))
+    home.ask("alice", "agent", 900, 100, program="long")
+    home.run_dry()
+    running = home.ask("alice", "agent", 64, 60, program="other")
+    long, short = (
+        home.ask("alice", "agent", 64, 10, program="long"),
+        home.ask("alice", "agent", 64, 10, program="short"),
+    )
+    home.run_dry()
+    assert admitted(home)[-3:] == [running, short, long]
+
+
+def test_a_long_agent_run_that_is_due_goes_before_ever_new_short_ones() -> None:
+    classes = dict(Policy().classes)
+    classes[WorkloadClass.AGENT] = ClassPolicy(max_wait_s=3.0, inter_token_target_s=0.5)
+    policy = Policy(classes=classes, background_reserve=0.0)
+    home = Household(residents=(ALICE,), capacity=TWO_AT_ONCE, policy=policy)
+    home.ask("alice", "agent", 900, 100, program="long")
+    home.run_dry()
+    asked_at = home.now
+    home.ask("alice", "agent", 64, 30)
+    long = home.ask("alice", "agent", 64, 10, program="long")
+    home.run_until(home.now + 0.01)
+    for i in range(400):
+        home.ask("alice", "agent", 64, 30, program=f"short{i}")
+    home.run_until(home.now + 8.0)
+    assert home.sequences[long].admitted_at, "due after three seconds"
+    assert home.sequences[long].admitted_at[0] < asked_at + 4.0
+    assert home.scheduler.state.num_waiting["alice"] > 0
+
+
+def test_a_spent_rolling_quota_opens_again_as_the_window_moves_on() -> None:
+    hard = Resident(
+        resident_id=ResidentId("hard"), rolling_tokens=100, rolling_window_s=60.0, rolling_is_hard=True
+    )
+    soft = Resident(resident_id=ResidentId("soft"), rolling_tokens=100, rolling_window_s=60.0)
+    home = Household(residents=(hard, soft, BOB), capacity=TWO_AT_ONCE, policy=Policy(background_reserve=0))
+    home.ask("hard", "chat", 200, 10)
+    home.ask("soft", "chat", 200, 10)
+    home.run_dry()
+    refused = home.rejected[home.ask("hard", "chat", 20, 5)]
+    assert refused.reason == "quota_exhausted"
+    assert refused.retry_after_s is not None
+    assert 50.0 < refused.retry_after_s <= 62.5
+    running = home.ask("bob", "chat", 64, 40)
+    last, first = home.ask("soft", "chat", 64, 10), home.ask("bob", "agent", 64, 10)
+    home.run_dry()
+    assert admitted(home)[-3:] == [running, first, last], "a soft quota falls to background"
+    home.now += refused.retry_after_s + 0.01
+    assert home.ask("hard", "chat", 20, 5) not in home.rejected
+
+
+def test_the_eta_of_a_waiting_request_is_about_right_and_known_only_for_who_waits() -> None:
+    home = Household(residents=(ALICE, BOB), capacity=TWO_AT_ONCE, policy=Policy(background_reserve=0.0))
+    first = home.ask("alice", "chat", 128, 64)
+    assert home.scheduler.eta_s(first, now=home.now) is None, "it runs"
+    waiting = [home.ask(("alice", "bob")[i % 2], "chat", 128, 64) for i in range(200)]
+    assert home.scheduler.eta_s(waiting[-1], now=home.now) is None, "nothing was measured yet"
+    home.run_until(home.now + 60.0)
+    asked_at, last = home.now, home.ask("alice", "chat", 128, 64)
+    eta = home.scheduler.eta_s(last, now=asked_at)
+    assert eta is not None
+    nearer = next(r for r in waiting if not home.sequences[r].admitted_at)
+    assert (home.scheduler.eta_s(nearer, now=asked_at) or 0.0) < eta / 4
+    home.run_dry()
+    took = home.sequences[last].admitted_at[0] - asked_at
+    assert 0.5 * took < eta < 2.0 * took
+
+
+def test_a_full_queue_says_when_to_come_back_and_when_it_would_have_started() -> None:
+    narrow = Resident(resident_id=ResidentId("narrow"), max_waiting=3)
+    home = Household(residents=(narrow,), capacity=TWO_AT_ONCE)
+    for _ in range(4):
+        home.ask("narrow", "chat", 64, 64)
+    home.run_until(home.now + 3.0)
+    while home.scheduler.state.num_waiting["narrow"] < 3:
+        home.ask("narrow", "chat", 64, 64)
+    refused = home.rejected[home.ask("narrow", "chat", 64, 64)]
+    assert refused.reason == "too_many_requests"
+    assert refused.limit == 3
+    assert refused.retry_after_s is not None
+    assert refused.retry_after_s >= 1.0
+    assert refused.eta_s is not None
+    assert 0.0 < refused.eta_s < 60.0
