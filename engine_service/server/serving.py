@@ -32,6 +32,8 @@ from engine_service.state import StateFolder
 
 _BACKLOG: Final = 128
 _CLOSE_S: Final = 2.0
+SILENCE_S: Final = 75.0
+"""A connection that has not sent a whole request for this long is closed, however busily it dribbles."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -91,7 +93,12 @@ def build_service(
 
 @asynccontextmanager
 async def serving(
-    service: Service, bound: socket.socket, *, max_body_bytes: int, drain_s: float
+    service: Service,
+    bound: socket.socket,
+    *,
+    max_body_bytes: int,
+    drain_s: float,
+    silence_s: float = SILENCE_S,
 ) -> AsyncIterator[None]:
     """Serve while the block runs; then drain for up to drain_s seconds and close socket and engine."""
     runner = web.AppRunner(
@@ -99,6 +106,7 @@ async def serving(
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=_CLOSE_S,
+        keepalive_timeout=silence_s,
     )
     await runner.setup()
     try:

@@ -17,7 +17,7 @@ from engine_service.backends.base import Backend
 from engine_service.engine.loop import Engine
 from engine_service.server.residents import merged
 from engine_service.server.service import Service
-from engine_service.server.serving import bind, build_service, serving, url_of
+from engine_service.server.serving import SILENCE_S, bind, build_service, serving, url_of
 from engine_service.settings import Settings, load
 from engine_service.state import StateFolder
 
@@ -154,6 +154,7 @@ async def household(
     *,
     allow_loopback: bool = False,
     rebuild: Callable[[], Backend] | None = None,
+    silence_s: float = SILENCE_S,
 ) -> AsyncIterator[Household]:
     """Serve a backend as the command line does, with its files in folder."""
     path = folder / "fairhearth.toml"
@@ -174,7 +175,13 @@ async def household(
     bound = bind("127.0.0.1", 0)
     limits = settings.server
     async with (
-        serving(service, bound, max_body_bytes=limits.max_body_bytes, drain_s=limits.drain_s),
+        serving(
+            service,
+            bound,
+            max_body_bytes=limits.max_body_bytes,
+            drain_s=limits.drain_s,
+            silence_s=silence_s,
+        ),
         aiohttp.ClientSession() as http,
     ):
         yield Household(url_of(bound), service, http, settings)
