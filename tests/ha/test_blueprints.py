@@ -84,7 +84,7 @@ async def test_the_day_is_summed_up_and_sent_to_the_phone(
     await add(hass, "nightly_summary", inputs)
     target = {"entity_id": "automation.nightly_summary"}
     await hass.services.async_call("automation", "trigger", target, blocking=True)
-    await until(lambda: bool(messages))
+    await until(lambda: bool(messages), timeout_s=90)
     assert messages[0].data == {"entity_id": ["notify.phone"], "title": "Today", "message": "A quiet day."}
     (chat,) = engine.chats
     asked = str(chat.messages)
@@ -114,7 +114,7 @@ async def test_a_document_becomes_a_job_and_its_summary_is_sent_when_it_has_ende
     assert jobs is not None
     await until(lambda: hass.states.is_state(jobs, "1"))
     engine.move_job("job-1", "finished", text="Nothing was decided.")
-    await until(lambda: bool(messages))
+    await until(lambda: bool(messages), timeout_s=90)
     assert messages[0].data["title"] == "Minutes"
     assert messages[0].data["message"] == "Nothing was decided."
     assert len(engine.orders) == 1
@@ -135,8 +135,8 @@ async def test_a_violated_policy_is_told_with_its_reasons_and_so_is_its_end(
         return change
 
     await engine.publish(turn(is_met=False))
-    await until(lambda: len(messages) == 1)
+    await until(lambda: len(messages) == 1, timeout_s=90)
     assert messages[0].data["message"] == "voice requests waited 3.0 s; the policy allows 2.0 s\nanother"
     await engine.publish(turn(is_met=True))
-    await until(lambda: len(messages) == 2)
+    await until(lambda: len(messages) == 2, timeout_s=90)
     assert messages[1].data["message"] == "Everyone is served as agreed again."
