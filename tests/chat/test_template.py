@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from datetime import datetime
 
 import pytest
@@ -71,3 +72,80 @@ def test_a_template_can_neither_change_messages_nor_reach_out(source: str) -> No
     with pytest.raises(InvalidRequest):
         ChatTemplate(source).render(messages)
     assert messages == HELLO
+
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}x{% endfor %}"
+RUNAWAYS = {
+    "loops in loops": NESTED + "{% endfor %}{% endfor %}",
+    "silent loops": NESTED.replace("x{%", "{%") + "{% endfor %}{% endfor %}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a macro that calls itself twice": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    ),
+    "a text times a number": "{{ 'x' * 9999999999 }}",
+    "a number times a text": "{{ 9999999999 * 'x' }}",
+    "a list times a number": "{{ [1] * 9999999999 }}",
+    "a tower of numbers": "{{ 9 ** 9999 ** 9 }}",
+    "numbers that square": (
+        "{% set ns = namespace(x=9) %}{% for a in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}"
+    ),
+    "texts that double": (
+        "{% set ns = namespace(x='x') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+    ),
+    "texts that add up": (
+        "{% set ns = namespace(x='x') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    ),
+    "lists that add up": (
+        "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    ),
+    "blocks that double": (
+        "{% set ns = namespace(x='x') %}{% for a in range(60) %}"
+        "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}"
+    ),
+    "lists that hold themselves twice": (
+        "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+        "{{ ns.x }}"
+    ),
+    "such lists as JSON": (
+        "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+        "{{ ns.x | tojson }}"
+    ),
+    "such lists as text": (
+        "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+        "{{ ns.x | string | length }}"
+    ),
+    "a wide centre": "{{ 'x' | center(999999999) }}",
+    "a wide indent": "{{ 'a\nb' | indent(999999999) }}",
+    "a wide method": "{{ 'x'.ljust(999999999) }}",
+    "a wide format": "{{ '%999999999d' % 1 }}",
+    "a wide format of its own": "{{ '%*d' % (999999999, 1) }}",
+    "a wide format method": "{{ '{:>999999999}'.format(1) }}",
+    "replacing by much": "{% set x = 'x' * 1000000 %}{{ x.replace('x', x) }}",
+    "replacing by much in a filter": "{% set x = 'x' * 1000000 %}{{ x | replace('x', x) }}",
+    "text without end": "{{ lipsum(n=99999) }}",
+    "a long range": "{{ range(999999999) | list }}",
+}
+
+
+@pytest.mark.parametrize("source", RUNAWAYS.values(), ids=RUNAWAYS.keys())
+@pytest.mark.timeout(60)
+def test_a_template_that_runs_away_is_stopped(source: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidRequest, match="the model's chat template refuses"):
+        ChatTemplate(source).render(HELLO)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kibibytes
+
+
+def test_a_template_that_needs_a_dangerous_filter_cannot_be_used() -> None:
+    with pytest.raises(ModelError, match="No filter named 'format'"):
+        ChatTemplate("{{ '%999999999d' | format(1) }}")
+
+
+def test_a_template_nested_beyond_reason_cannot_be_used() -> None:
+    with pytest.raises(ModelError, match=r"nested too deeply|cannot be read"):
+        ChatTemplate("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+
+
+def test_a_long_household_stays_far_within_the_bounds() -> None:
+    long = [{"role": "user", "content": "word " * 2000}] * 1000
+    assert len(ChatTemplate("").render(long)) > 10_000_000
