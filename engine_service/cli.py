@@ -21,6 +21,7 @@ from typing import Final
 
 from engine_service import __version__
 from engine_service.backends.base import Backend, BackendError, ModelError
+from engine_service.commands import config, doctor, plan, policy, top
 from engine_service.engine.loop import Engine
 from engine_service.errors import SettingsError
 from engine_service.identity.command import add_token_commands, run_pair, run_token
@@ -63,11 +64,14 @@ class _AddressError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parsed = _parser().parse_args(arguments)
-    if hasattr(parsed, "run"):  # a command of the simulator: it serves nobody and needs no settings
-        status: int = parsed.run(parsed)
-        return status
     try:
+        if hasattr(parsed, "run"):  # it serves nobody and needs no settings
+            status: int = parsed.run(parsed)
+            return status
         settings = load(parsed.config, _overrides(parsed))
+        if hasattr(parsed, "run_with_settings"):
+            status = parsed.run_with_settings(parsed, settings)
+            return status
         state = StateFolder(settings.paths.state_dir)
         if parsed.command == "pair":
             return run_pair(state.path)
@@ -105,7 +109,20 @@ def _parser() -> argparse.ArgumentParser:
     add_token_commands(token, _common(default=argparse.SUPPRESS))
     commands.add_parser("pair", parents=[common], help="make a code that pairs a client with this engine")
     add_commands(commands)
+    _add_looking(commands)
     return parser
+
+
+def _add_looking(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands that look and do not serve."""
+
+    def add(name: str, *, help: str, **defaults: object) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, parents=[_common()], help=help, description=help)
+        made.set_defaults(**defaults)
+        return made
+
+    for module in (plan, policy, config, doctor, top):
+        module.add_commands(add)
 
 
 def _common(default: str | None = None) -> argparse.ArgumentParser:

@@ -97,7 +97,8 @@ async def reload(service: Service, settings: Settings, load_again: Callable[[], 
         _LOGGER.error("The settings stay as they were: %s", error.message)
         return settings
     set_up_logging(fresh.log)
-    await service.engine.set_policy(fresh.policy)
+    if not await service.policies.reconfigure(service.engine, fresh.policy):
+        _LOGGER.warning("A policy set through the API is in force and stays; the settings' own is revision 0")
     await service.residents.reconfigure(fresh.residents)
     _LOGGER.info("The settings were read anew: policy, residents and logging are taken over")
     for name in changed(settings, fresh):

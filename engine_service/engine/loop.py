@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 from zoneinfo import ZoneInfo
 
 from engine_service.backends.base import (
@@ -39,6 +39,7 @@ from engine_service.backends.base import (
     StepOutcome,
     Tokenizer,
 )
+from engine_service.engine import memory
 from engine_service.engine.days import local_day
 from engine_service.engine.eventlog import EventLog
 from engine_service.engine.metrics import Observer, Snapshot, Timers
@@ -317,6 +318,11 @@ class Engine:
             return self._observer.snapshot(
                 self._scheduler, self._names, version=self._version, now=self._clock()
             )
+
+    def memory(self) -> dict[str, Any]:
+        """Return how many conversations fit, who holds how many pages and what could be had back."""
+        with self._wakeup:
+            return memory.report(self._scheduler.state)
 
     async def changed(self, *, after: int) -> int:
         """Wait until something happened since version `after`; return the version."""

@@ -145,6 +145,31 @@ ANSWERS: Final[Mapping[str, Validator]] = {
         scheduler=_TEXT, **_REVISION, policy=POLICY_TABLE, history=list_of(_message(**_REVISION))
     ),
     "PolicyTrial": _message(policy=POLICY_TABLE),
+    "Capacity": _message(
+        **_IDENTITY,
+        backend=_TEXT,
+        page_tokens=_COUNT,
+        kv_pages_total=_COUNT,
+        kv_pages_free=_COUNT,
+        kv_pages_pinned=_COUNT,
+        kv_pages_for_speech=_COUNT,
+        max_sequences=_COUNT,
+        max_context_tokens=_COUNT,
+        reference_tokens=_COUNT,
+        conversations=list_of(
+            _message(context_tokens=_COUNT, pages=_COUNT, active=_COUNT, beside=_COUNT, more_now=_COUNT)
+        ),
+        holders=list_of(
+            _message(
+                resident=_TEXT,
+                workload_class=one_of(class_id.value for class_id in WorkloadClass),
+                requests=_COUNT,
+                pages=_COUNT,
+                reclaimable_pages=_COUNT,
+            )
+        ),
+        reclaimable_pages=_COUNT,
+    ),
     "Fairness": _message(
         **_IDENTITY,
         backend=_TEXT,

@@ -104,6 +104,15 @@ class PolicyBook:
             await engine.set_policy(policy)
         return made
 
+    async def reconfigure(self, engine: Engine, configured: Policy) -> bool:
+        """Take over the settings' policy anew; return whether it is in force (none of the API's wins)."""
+        async with self._lock:
+            first = Revision(number=0, at=self._clock(), by="settings", note="", policy=configured)
+            self._revisions[0] = first
+            if self.current is first:
+                await engine.set_policy(configured)
+            return self.current is first
+
 
 def _read(state: StateFolder) -> list[Revision]:
     message = state.policies()

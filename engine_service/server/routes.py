@@ -10,6 +10,7 @@ from typing import Final
 from engine_service.server import openapi
 from engine_service.server.handlers import (
     about,
+    capacity,
     fairness,
     generate,
     jobs,
@@ -170,6 +171,7 @@ ROUTES: Final = (
         scope=Scope.RESIDENTS,
         gives={204: "removed"},
     ),
+    Route(method="GET", path="/v1/capacity", handler=capacity.capacity, gives={200: "Capacity"}),
     Route(method="GET", path="/v1/fairness", handler=fairness.once, gives={200: "Fairness"}),
     Route(method="GET", path="/v1/fairness/stream", handler=fairness.stream, gives={200: _STREAM}),
     Route(

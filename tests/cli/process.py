@@ -11,7 +11,7 @@ from pathlib import Path
 
 TOKEN = "a-token-of-the-household"
 START_S = 60.0
-END_S = 30.0
+END_S = 60.0
 
 
 class Process:

@@ -15,6 +15,7 @@ ADDRESSES = [
     ("GET", "/v1/engine", None, ALL),
     ("GET", "/v1/models", None, ALL),
     ("GET", "/v1/residents", None, ALL),
+    ("GET", "/v1/capacity", None, ALL),
     ("GET", "/v1/fairness", None, ALL),
     ("POST", "/v1/chat/completions", HELLO, {ADMIN, SPEAKER}),
     ("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 1}, {ADMIN, SPEAKER}),

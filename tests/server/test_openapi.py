@@ -19,6 +19,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("GET", "/ready", None),
     ("GET", "/v1/engine", None),
     ("GET", "/v1/models", None),
+    ("GET", "/v1/capacity", None),
     ("GET", "/v1/fairness", None),
     ("GET", "/v1/residents", None),
     ("PUT", "/v1/residents/bob", {"weight": 3}),

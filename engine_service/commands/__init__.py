@@ -1,0 +1,1 @@
+"""The commands that look: plan, models, policy check, config init, doctor, top. None of them serves."""

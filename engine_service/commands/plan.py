@@ -1,0 +1,279 @@
+"""`fairhearth plan`: how many conversations of which length fit. `fairhearth models`: what there is.
+
+Decides nothing: reads file headers and counts with the scheduler's own numbers. Loads no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engine_service.backends.base import ModelError
+from engine_service.backends.llama_cpp.provision import default_model_path
+from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, fail, print_json, size, table
+from engine_service.engine.memory import REFERENCE_TOKENS, Room, planned
+from engine_service.footprint import CACHE_BITS, GIB, Footprint, footprint_of
+from engine_service.scheduling.model import Capacity
+from engine_service.settings import BackendName, Settings
+
+_SEVERAL: Final = 1000
+"""Tokens that the cache of a model is told for."""
+
+
+def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add `plan` and `models`; add makes a parser that knows the options of all commands."""
+    plan = add("plan", help="say how many conversations of which length fit", run_with_settings=run_plan)
+    plan.add_argument(
+        "--model", type=Path, metavar="PATH", help="a GGUF file or a folder (default: the settings')"
+    )
+    plan.add_argument("--vram", type=_gib, metavar="G", help="memory for model and cache together (GiB)")
+    plan.add_argument("--context-tokens", type=int, metavar="N", help="token slots of the KV cache, in all")
+    plan.add_argument("--max-sequences", type=int, metavar="N", help="requests that run at once")
+    plan.add_argument(
+        "--cache-type", choices=list(CACHE_BITS), help="how cached values are kept (default: fp16)"
+    )
+    plan.add_argument("--json", action="store_true", help="for programs")
+    models = add(
+        "models", help="list models, what they take and whether they fit", run_with_settings=run_models
+    )
+    models.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="where else to look")
+    models.add_argument(
+        "--vram", type=_gib, metavar="G", help="memory to fit into (default: what is free here)"
+    )
+    models.add_argument("--json", action="store_true", help="for programs")
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 100_000:
+        raise argparse.ArgumentTypeError(f"must be GiB > 0, for example 24, not {text!r}")
+    return value
+
+
+def model_path(settings: Settings) -> Path:
+    """Return the file or folder of the settings' model; raise ModelError if there is none."""
+    return settings.model.path or default_model_path()
+
+
+# --- fairhearth plan ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One model with one cache."""
+
+    footprint: Footprint
+    cache_type: str
+    cache_tokens: int
+    memory_bytes: int | None  #: what was said to be there; None: nothing was
+    room: Room
+    settings: Settings
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for programs."""
+        footprint, tokens = self.footprint, self.cache_tokens
+        return {
+            "model": footprint.name,
+            "architecture": footprint.architecture,
+            "weight_bytes": footprint.weight_bytes,
+            "cache_type": self.cache_type,
+            "cache_tokens": tokens,
+            "cache_bytes": footprint.cache_bytes(tokens, self.cache_type),
+            "needed_bytes": footprint.needed_bytes(tokens, self.cache_type),
+            "memory_bytes": self.memory_bytes,
+            "page_tokens": self.room.page_tokens,
+            "max_sequences": self.settings.model.max_sequences,
+            "max_context_tokens": self.room.max_context_tokens,
+            "reference_tokens": REFERENCE_TOKENS,
+            "conversations": [fit.as_dict() for fit in self.room.fits()],
+        }
+
+
+def run_plan(parsed: argparse.Namespace, settings: Settings) -> int:
+    """Run `fairhearth plan`."""
+    footprint = footprint_of(model_path(settings))
+    cache_type = parsed.cache_type or settings.model.exllamav2.cache_type.value
+    memory = None if parsed.vram is None else int(parsed.vram * GIB)
+    tokens = settings.model.context_tokens
+    if memory is not None:
+        most = footprint.most_tokens(memory, cache_type)
+        if most < (tokens if parsed.context_tokens else footprint.page_tokens * 2):
+            return fail(_does_not_fit(footprint, memory, tokens, most, cache_type), EXIT_BAD)
+        tokens = tokens if parsed.context_tokens else most
+    plan = Plan(
+        footprint=footprint,
+        cache_type=cache_type,
+        cache_tokens=tokens // footprint.page_tokens * footprint.page_tokens,
+        memory_bytes=memory,
+        room=_room(footprint, tokens, settings),
+        settings=settings,
+    )
+    if parsed.json:
+        print_json(plan.as_dict())
+    else:
+        _show(plan)
+    return EXIT_OK
+
+
+def _does_not_fit(footprint: Footprint, memory: int, tokens: int, most: int, cache_type: str) -> str:
+    if not most:
+        needed = footprint.needed_bytes(footprint.page_tokens * 2, cache_type)
+        return (
+            f"{footprint.name} does not fit: it takes at least {size(needed)} and there are {size(memory)}; "
+            "use a smaller model or a stronger quantisation of this one"
+        )
+    return (
+        f"a cache of {tokens} tokens does not fit: beside the weights ({size(footprint.weight_bytes)}) "
+        f"there is room for {most} tokens; use --context-tokens {most}, or a smaller --cache-type"
+    )
+
+
+def _room(footprint: Footprint, tokens: int, settings: Settings) -> Room:
+    capacity = Capacity(
+        num_pages=tokens // footprint.page_tokens,
+        page_tokens=footprint.page_tokens,
+        max_sequences=settings.model.max_sequences,
+        max_context_tokens=min(tokens, footprint.max_context_tokens),
+    )
+    return planned(capacity, settings.policy)
+
+
+def _show(plan: Plan) -> None:
+    out, footprint = console(), plan.footprint
+    out.print(
+        f"[bold]{footprint.name}[/] ({footprint.architecture}), "
+        f"trained for {footprint.max_context_tokens:,} tokens",
+        highlight=False,
+    )
+    cache = footprint.cache_bytes(plan.cache_tokens, plan.cache_type)
+    needed = footprint.needed_bytes(plan.cache_tokens, plan.cache_type)
+    of = "" if plan.memory_bytes is None else f" of {size(plan.memory_bytes)}"
+    out.print(
+        f"{size(footprint.weight_bytes)} weights + {size(cache)} cache of {plan.cache_tokens:,} tokens "
+        f"({plan.cache_type}) + {size(footprint.overhead_bytes)} for computing = {size(needed)}{of}",
+        highlight=False,
+    )
+    room, policy = plan.room, plan.settings.policy
+    kept = plan.cache_tokens // room.page_tokens - room.pages
+    out.print(
+        f"{kept} of {plan.cache_tokens // room.page_tokens} pages are kept free for speech "
+        f"(voice_headroom_pages = {policy.voice_headroom_pages}); at most "
+        f"{plan.settings.model.max_sequences} requests run at once (max_sequences)\n",
+        highlight=False,
+    )
+    rows = [
+        (f"{fit.context_tokens:,} tokens", str(fit.pages), str(fit.active), str(fit.beside))
+        for fit in room.fits()
+    ]
+    headers = ("a conversation of", "pages", "active at once", f"beside one: of {REFERENCE_TOKENS:,} tokens")
+    out.print(table(headers, rows))
+    out.print(
+        "\nMore conversations than fit take turns; how long a request may wait is in the policy.",
+        highlight=False,
+    )
+
+
+# --- fairhearth models ---
+
+
+def run_models(parsed: argparse.Namespace, settings: Settings) -> int:
+    """Run `fairhearth models`."""
+    memory = int(parsed.vram * GIB) if parsed.vram else available_bytes()
+    entries = [_entry(path, settings, memory) for path in _paths(parsed.folders, settings)]
+    if parsed.json:
+        print_json({"memory_bytes": memory, "models": entries})
+        return EXIT_OK
+    out = console()
+    if not entries:
+        out.print("No model was found; give folders to look in, or the key model.path in the settings.")
+        return EXIT_BAD
+    rows = [_row(entry) for entry in entries]
+    headers = ("", "model", "weights", f"cache / {_SEVERAL:,}", "trained for", "room for")
+    out.print(table(headers, rows, left=2))
+    known = "" if memory is None else f", measured against {size(memory)}"
+    out.print(f"\n* is the one that `fairhearth serve` loads{known}.", highlight=False)
+    return EXIT_OK
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    mark = "*" if entry["is_configured"] else ""
+    if "error" in entry:
+        return mark, f"{entry['path']}\n[red]{entry['error']}[/]", "", "", "", ""
+    room = "?" if entry["room_tokens"] is None else f"{entry['room_tokens']:,} tokens"
+    if entry["room_tokens"] == 0:
+        room = "[red]does not fit[/]"
+    return (
+        mark,
+        f"{entry['name']} ({entry['architecture']})\n[dim]{entry['path']}[/]",
+        size(entry["weight_bytes"]),
+        size(entry["cache_bytes_per_1000_tokens"]),
+        f"{entry['max_context_tokens']:,}",
+        room,
+    )
+
+
+def _entry(path: Path, settings: Settings, memory: int | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {"path": str(path), "is_configured": _is_configured(path, settings)}
+    cache_type = settings.model.exllamav2.cache_type.value
+    try:
+        found = footprint_of(path)
+    except ModelError as error:
+        return entry | {"error": str(error).removeprefix(f"{path}: ")}
+    return entry | {
+        "name": found.name,
+        "architecture": found.architecture,
+        "weight_bytes": found.weight_bytes,
+        "cache_bytes_per_1000_tokens": found.cache_bytes(_SEVERAL, cache_type),
+        "max_context_tokens": found.max_context_tokens,
+        "room_tokens": None if memory is None else found.most_tokens(memory, cache_type),
+    }
+
+
+def _is_configured(path: Path, settings: Settings) -> bool:
+    if settings.model.backend is BackendName.SIMULATED:
+        return False
+    try:
+        return path == model_path(settings).absolute()
+    except ModelError:
+        return False
+
+
+def _paths(folders: list[Path], settings: Settings) -> Iterator[Path]:
+    """Yield the settings' model, the default one, and what lies in the folders; each once."""
+    seen: set[Path] = set()
+    for path in map(Path.absolute, _candidates(folders, settings)):
+        if path not in seen:
+            seen.add(path)
+            yield path
+
+
+def _candidates(folders: list[Path], settings: Settings) -> Iterator[Path]:
+    if settings.model.path is not None:
+        yield settings.model.path
+        folders = [settings.model.path.parent, *folders]
+    with contextlib.suppress(ModelError):  # it is an extra; nobody has to have it
+        yield default_model_path()
+    for folder in folders:
+        yield from sorted(folder.glob("*.gguf"))
+        yield from sorted(config.parent for config in folder.glob("*/config.json"))
+        if (folder / "config.json").is_file():
+            yield folder
+
+
+def available_bytes() -> int | None:
+    """Return the memory this machine could give to a model without a GPU; None where that is not known."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

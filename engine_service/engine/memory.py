@@ -1,0 +1,132 @@
+"""What the KV pages are worth: how many conversations of which length, who holds how much of them.
+
+Decides nothing; reads the scheduler's state (the caller holds it still), or counts for a cache only planned.
+The numbers are the core's own: the same pages, headroom and caps that it admits by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from engine_service.scheduling.admission import is_preemptible, most_tokens_ever
+from engine_service.scheduling.model import Capacity, Policy, ResidentId, WorkloadClass, pages_for
+from engine_service.scheduling.state import State
+
+REFERENCE_TOKENS: Final = 1024
+"""The conversation that others are counted in: a house's prompt, a few turns, an answer."""
+
+LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What conversations of one length (prompt and output together, tokens) come to."""
+
+    context_tokens: int
+    pages: int  #: that one of them holds
+    active: int  #: of them at once, on an otherwise empty machine
+    beside: int  #: of REFERENCE_TOKENS that are active beside one of them
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the wire form."""
+        return {
+            "context_tokens": self.context_tokens,
+            "pages": self.pages,
+            "active": self.active,
+            "beside": self.beside,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Pages and places that requests which are not spoken can have."""
+
+    pages: int
+    sequences: int
+    page_tokens: int
+    max_context_tokens: int  #: that one of them may have; longer ones are refused
+
+    def fits(self, lengths: Iterable[int] = LENGTHS) -> list[Fit]:
+        """Return what every length up to the longest possible one comes to; that one is the last."""
+        longest = min(self.max_context_tokens, self.pages * self.page_tokens)
+        chosen = [length for length in lengths if length < longest]
+        return [self._fit(length) for length in (*chosen, longest) if length > 0]
+
+    def _fit(self, length: int) -> Fit:
+        pages = pages_for(length, self.page_tokens)
+        return Fit(
+            context_tokens=length,
+            pages=pages,
+            active=self.active(length),
+            beside=min(
+                self.sequences - 1, (self.pages - pages) // pages_for(REFERENCE_TOKENS, self.page_tokens)
+            ),
+        )
+
+    def active(self, length: int) -> int:
+        """Return how many conversations of length tokens run at once."""
+        return max(0, min(self.sequences, self.pages // pages_for(length, self.page_tokens)))
+
+
+def planned(capacity: Capacity, policy: Policy, *, pinned_pages: int = 0) -> Room:
+    """Return the room on an otherwise empty machine, what is kept for speech taken off."""
+    state = State(policy)
+    state.capacity = capacity
+    return Room(
+        pages=max(0, capacity.num_pages - pinned_pages - state.headroom_pages(1)),
+        sequences=capacity.max_sequences - state.headroom_sequences(1),
+        page_tokens=capacity.page_tokens,
+        max_context_tokens=most_tokens_ever(state, WorkloadClass.CHAT),
+    )
+
+
+def report(state: State) -> dict[str, Any]:
+    """Return the part of the wire message `capacity` that the engine knows (docs/wire.md)."""
+    capacity, pages = state.known_capacity, state.pages
+    room = planned(capacity, state.policy, pinned_pages=pages.num_pinned)
+    now = Room(
+        pages=max(0, pages.free - state.headroom_pages(1)),
+        sequences=max(0, capacity.max_sequences - len(state.holding) - state.headroom_sequences(1)),
+        page_tokens=capacity.page_tokens,
+        max_context_tokens=room.max_context_tokens,
+    )
+    holders = _holders(state)
+    return {
+        "page_tokens": capacity.page_tokens,
+        "kv_pages_total": pages.total,
+        "kv_pages_free": max(0, pages.free),
+        "kv_pages_pinned": pages.num_pinned,
+        "kv_pages_for_speech": state.headroom_pages(1),
+        "max_sequences": capacity.max_sequences,
+        "max_context_tokens": room.max_context_tokens,
+        "reference_tokens": REFERENCE_TOKENS,
+        "conversations": [
+            {**fit.as_dict(), "more_now": now.active(fit.context_tokens)} for fit in room.fits()
+        ],
+        "holders": holders,
+        "reclaimable_pages": sum(holder["reclaimable_pages"] for holder in holders),
+    }
+
+
+def _holders(state: State) -> list[dict[str, Any]]:
+    """Return who holds how many pages, by resident and class; reclaimable is what speech could take back."""
+    found: dict[tuple[ResidentId, WorkloadClass], dict[str, Any]] = {}
+    for record in state.holding.values():
+        key = (record.resident_id, record.class_id)
+        entry = found.setdefault(
+            key,
+            {
+                "resident": record.resident_id,
+                "workload_class": record.class_id.value,
+                "requests": 0,
+                "pages": 0,
+                "reclaimable_pages": 0,
+            },
+        )
+        entry["requests"] += 1
+        entry["pages"] += record.pages
+        if not record.class_id.is_spoken and is_preemptible(state, record):
+            entry["reclaimable_pages"] += record.pages
+    return [found[key] for key in sorted(found, key=lambda key: (key[0], key[1].urgency, key[1]))]

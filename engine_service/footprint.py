@@ -1,0 +1,136 @@
+"""How much memory a model takes, read from its files: weights, and cache for every token it remembers.
+
+Decides nothing and loads nothing: a GGUF file's header, or the config.json of a folder of safetensors.
+
+Sources: the GGUF specification (ggml-org/ggml); config.json as transformers writes it. A token's
+cache is two vectors (key, value) per layer of key/value heads times their width; models that mix in layers of
+another kind take less.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engine_service.backends.base import ModelError
+from engine_service.backends.exllamav2.gguf import GgufFile
+
+GIB: Final = 2**30
+CACHE_BITS: Final = {"fp16": 16.0, "q8": 8.5, "q6": 6.5, "q4": 4.5}
+"""Bits per cached value. Quantised caches keep a 16-bit scale for every 32 values."""
+
+_GPU_OVERHEAD: Final = 768 * 2**20
+_CPU_OVERHEAD: Final = 256 * 2**20
+"""What computing takes beside weights and cache: buffers of activations, the library itself. Estimates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What one model takes."""
+
+    path: Path
+    name: str
+    architecture: str
+    weight_bytes: int
+    num_layers: int
+    num_kv_heads: int
+    head_width: int  #: values per head and token
+    max_context_tokens: int  #: that the model was trained for
+    overhead_bytes: int  #: what computing takes beside weights and cache
+    page_tokens: int  #: of the backend that runs such files
+
+    def cache_bytes(self, num_tokens: int, cache_type: str) -> int:
+        """Return what num_tokens remembered tokens take; cache_type is a key of CACHE_BITS."""
+        values = 2 * self.num_layers * self.num_kv_heads * self.head_width
+        return int(values * num_tokens * CACHE_BITS[cache_type] / 8)
+
+    def needed_bytes(self, num_tokens: int, cache_type: str) -> int:
+        """Return weights, cache and what computing takes."""
+        return self.weight_bytes + self.cache_bytes(num_tokens, cache_type) + self.overhead_bytes
+
+    def most_tokens(self, memory_bytes: int, cache_type: str) -> int:
+        """Return the cache (tokens) that memory_bytes leave room for; 0 if not even the weights fit."""
+        left = memory_bytes - self.weight_bytes - self.overhead_bytes
+        pages = max(0, left) // self.cache_bytes(self.page_tokens, cache_type)
+        return int(pages) * self.page_tokens
+
+
+def footprint_of(path: Path) -> Footprint:
+    """Return what the model at path takes; raise ModelError that says what is wrong with it."""
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.exists():
+        raise ModelError(f"{path}: there is no such file; give a GGUF file or a folder of safetensors")
+    return _of_gguf(path)
+
+
+def _of_gguf(path: Path) -> Footprint:
+    found = GgufFile(path).metadata
+    architecture = str(found.get("general.architecture", ""))
+
+    def number(key: str, default: int | None = None) -> int:
+        value = found.get(f"{architecture}.{key}", default)
+        # Some models have another number for every layer; the plan is for the largest.
+        value = max(value, default=None) if isinstance(value, list) else value
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(
+                f"{path}: the header does not say {architecture or 'which architecture it is'}.{key}"
+            )
+        return value
+
+    heads = number("attention.head_count")
+    return Footprint(
+        path=path,
+        name=path.stem,
+        architecture=architecture,
+        weight_bytes=path.stat().st_size,
+        num_layers=number("block_count"),
+        num_kv_heads=number("attention.head_count_kv", heads),
+        head_width=number("attention.key_length", number("embedding_length") // heads),
+        max_context_tokens=number("context_length"),
+        overhead_bytes=_CPU_OVERHEAD,
+        page_tokens=32,
+    )
+
+
+def _of_folder(path: Path) -> Footprint:
+    config = _config(path)
+    text = config.get("text_config", config)  # models that see keep their language part apart
+
+    def number(key: str, default: int | None = None) -> int:
+        value = text.get(key) or default
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{path / 'config.json'}: {key} is missing or no whole number")
+        return value
+
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"{path}: there are no *.safetensors files in this folder")
+    heads = number("num_attention_heads")
+    return Footprint(
+        path=path,
+        name=path.name,
+        architecture=str(text.get("model_type", "")),
+        weight_bytes=weights,
+        num_layers=number("num_hidden_layers"),
+        num_kv_heads=number("num_key_value_heads", heads),
+        head_width=number("head_dim", number("hidden_size") // heads),
+        max_context_tokens=number("max_position_embeddings"),
+        overhead_bytes=_GPU_OVERHEAD,
+        page_tokens=256,
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror}); is this a model's folder?") from error
+    except ValueError as error:
+        raise ModelError(f"{file}: is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: must be an object")
+    return config

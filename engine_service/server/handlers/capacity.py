@@ -1,0 +1,13 @@
+"""What the memory is worth: conversations that fit, who holds what, what could be had back."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from engine_service.server.service import SERVICE, respond
+
+
+async def capacity(request: web.Request) -> web.StreamResponse:
+    """GET /v1/capacity."""
+    service = request.app[SERVICE]
+    return respond({**service.identity(), "backend": service.engine.info.backend, **service.engine.memory()})

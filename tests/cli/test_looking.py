@@ -1,0 +1,385 @@
+"""The commands that look: plan, models, policy check, config init, doctor, top. As somebody types them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+import socket
+import stat
+import struct
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine_service.commands.config import keys, template
+from engine_service.protocol import ResidentRequest
+from engine_service.scheduling.model import ClassPolicy, Policy
+from engine_service.settings import (
+    ExLlamaV2Settings,
+    LogSettings,
+    ModelSettings,
+    PathSettings,
+    ServerSettings,
+    load,
+)
+from tests.cli.process import TOKEN, command, run
+
+SIMULATED = ("serve", "--backend", "simulated", "--port", "0")
+GIB = 2**30
+
+
+def gguf(path: Path, **entries: int | str) -> Path:
+    """Write a header as llama.cpp's converter does, and two MiB of nothing."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    body = b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries))
+    for key, value in entries.items():
+        body += text(key)
+        body += struct.pack("<I", 8) + text(value) if isinstance(value, str) else struct.pack("<II", 4, value)
+    path.write_bytes(body + bytes(2 * 2**20))
+    return path
+
+
+def llama(path: Path, **more: int | str) -> Path:
+    entries: dict[str, int | str] = {
+        "general.architecture": "llama",
+        "llama.block_count": 32,
+        "llama.embedding_length": 4096,
+        "llama.attention.head_count": 32,
+        "llama.attention.head_count_kv": 8,
+        "llama.context_length": 131_072,
+    }
+    return gguf(path, **(entries | more))
+
+
+def folder(path: Path, **config: Any) -> Path:
+    path.mkdir()
+    known = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "max_position_embeddings": 32_768,
+    }
+    (path / "config.json").write_text(json.dumps(known | config), encoding="utf-8")
+    (path / "model.safetensors").write_bytes(bytes(2 * 2**20))
+    return path
+
+
+# -- plan and models -----------------------------------------------------------------------------------
+
+
+async def test_a_plan_says_what_fits_and_what_a_long_conversation_costs_the_others(tmp_path: Path) -> None:
+    llama(tmp_path / "some.gguf")
+    arguments = ("plan", "--model", "some.gguf", "--vram", "4", "--max-sequences", "9", "--json")
+    code, out, err = await run(tmp_path, *arguments)
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    # 32 layers, 8 heads of 128 values, keys and values, 16 bits: 128 KiB a token.
+    assert plan["cache_bytes"] == plan["cache_tokens"] * 131_072
+    assert 4 * GIB - 32 * 131_072 < plan["needed_bytes"] <= 4 * GIB
+    by_length = {fit["context_tokens"]: fit for fit in plan["conversations"]}
+    assert by_length[512]["active"] == 8, "one of nine places is kept for speech"
+    pages = plan["cache_tokens"] // 32 - 16
+    assert by_length[8192] == {
+        "context_tokens": 8192,
+        "pages": 256,
+        "active": pages // 256,
+        "beside": min(7, (pages - 256) // 32),
+    }
+    beside = [fit["beside"] for fit in plan["conversations"]]
+    assert beside == sorted(beside, reverse=True), "the longer one is, the less is left"
+
+
+async def test_a_smaller_cache_type_makes_room_for_more(tmp_path: Path) -> None:
+    folder(tmp_path / "exl")
+    tokens = {}
+    for cache_type in ("fp16", "q4"):
+        arguments = ("plan", "--model", "exl", "--vram", "4", "--cache-type", cache_type, "--json")
+        code, out, _ = await run(tmp_path, *arguments)
+        assert code == 0
+        tokens[cache_type] = json.loads(out)["cache_tokens"]
+        assert tokens[cache_type] % 256 == 0
+    assert 3.5 < tokens["q4"] / tokens["fp16"] < 3.6
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--vram", "0.1"), "does not fit: it takes at least"),
+        (("--vram", "1", "--context-tokens", "100000"), "is room for 6"),
+    ],
+)
+async def test_what_does_not_fit_is_said_with_what_would(
+    tmp_path: Path, more: tuple[str, ...], words: str
+) -> None:
+    llama(tmp_path / "some.gguf")
+    code, out, err = await run(tmp_path, "plan", "--model", "some.gguf", *more)
+    assert (code, out) == (1, "")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--vram", "none"), "must be GiB > 0, for example 24, not 'none'"),
+        (("--cache-type", "q3"), "invalid choice: 'q3'"),
+        (("--context-tokens", "1"), "--context-tokens must be a whole number >= 128, not 1"),
+    ],
+)
+async def test_wrong_usage_of_plan_is_told(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    code, _, err = await run(tmp_path, "plan", *arguments)
+    assert code == 2
+    assert words in err
+
+
+async def test_models_lists_what_is_there_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    llama(tmp_path / "good.gguf")
+    gguf(tmp_path / "odd.gguf", **{"general.architecture": "llama"})
+    (tmp_path / "torn.gguf").write_bytes(b"GGUF" + bytes(3))
+    folder(tmp_path / "exl", head_dim=64)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "fairhearth.toml").write_text("[model]\npath = 'good.gguf'\n", encoding="utf-8")
+    code, out, _ = await run(tmp_path, "models", str(tmp_path), "--vram", "24", "--json")
+    assert code == 0
+    found = {Path(entry["path"]).name: entry for entry in json.loads(out)["models"]}
+    assert found["good.gguf"]["is_configured"] is True
+    assert found["good.gguf"]["room_tokens"] > 150_000
+    assert found["exl"]["cache_bytes_per_1000_tokens"] == 1000 * 2 * 32 * 8 * 64 * 2
+    assert "attention.head_count" in found["odd.gguf"]["error"]
+    assert "cut short" in found["torn.gguf"]["error"]
+    assert "no *.safetensors files" in found["empty"]["error"]
+    assert any("SmolLM2" in name for name in found), "the embedded model is there"
+    code, out, _ = await run(tmp_path, "models", str(tmp_path), "--vram", "24")
+    assert code == 0
+    assert "attention.head_count" in " ".join(out.split())
+
+
+# -- policy check and config init ----------------------------------------------------------------------
+
+
+async def test_a_policy_that_is_right_is_told_in_plain_words(tmp_path: Path) -> None:
+    (tmp_path / "house.toml").write_text(
+        "[policy]\nbackground_reserve = 0.2\nvoice_headroom_pages = 0\n"
+        "[policy.classes.chat]\nmax_wait_s = 5\n"
+        "[residents.alice]\nname = 'Alice'\nweight = 2\ndaily_tokens = 100\ndaily_is_hard = true\n",
+        encoding="utf-8",
+    )
+    code, out, err = await run(tmp_path, "policy", "check", "house.toml")
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert "background_reserve: 0.1 -> 0.2" in text
+    assert "classes.chat.max_wait_s: 30.0 -> 5" in text
+    assert "Alice 2 50 % 100, then refused none" in text
+    assert "voice_headroom_pages is 0" in text
+    assert "Alice has 100 tokens a day" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[policy]\nbackground_reserve = 1.5", "policy: background_reserve must be in [0, 1), not 1.5"),
+        ("[policy]\nbackround_reserve = 0.1", "policy.backround_reserve"),
+        ("[policy.classes.video]\nmax_wait_s = 1", "policy.classes.video"),
+        ("[residents.alice]\nweight = -1", "residents.alice: weight"),
+        ("[policy]\ntime_zone = 'Mars/Base'", "policy.time_zone must be an IANA time zone"),
+    ],
+)
+async def test_a_mistake_in_a_policy_is_named_with_file_and_key(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "house.toml").write_text(text, encoding="utf-8")
+    code, out, err = await run(tmp_path, "policy", "check", "house.toml")
+    assert (code, out) == (2, "")
+    assert err.startswith("fairhearth: house.toml: ")
+    assert words in err
+
+
+async def test_config_init_writes_a_file_that_changes_nothing_and_replaces_none(tmp_path: Path) -> None:
+    code, out, err = await run(tmp_path, "config", "init")
+    path = tmp_path / "fairhearth.toml"
+    assert (code, err) == (0, "")
+    assert "fairhearth.toml explains every key" in out
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "a token may be written into it"
+    assert load(path, environment={}) == load(None, environment={"FAIRHEARTH_CONFIG": "/dev/null"})
+    code, out, err = await run(tmp_path, "config", "init")
+    assert (code, out) == (1, "")
+    assert "is there already; --force replaces it" in err
+    assert (await run(tmp_path, "config", "init", "--force"))[0] == 0
+    code, out, _ = await run(tmp_path, "config", "init", "-")
+    assert (code, out) == (0, path.read_text(encoding="utf-8"))
+    code, _, err = await run(tmp_path, "config", "init", "no/such/folder.toml")
+    assert code == 1
+    assert "cannot be written: No such file or directory" in err
+
+
+def uncommented() -> str:
+    return re.sub(r"^#(?=\w+ = |\[)|^# (?=\[)", "", template(), flags=re.MULTILINE)
+
+
+def test_everything_the_settings_file_suggests_can_be_set(tmp_path: Path) -> None:
+    path = tmp_path / "all.toml"
+    path.write_text(uncommented(), encoding="utf-8")
+    settings = load(path, environment={})
+    assert settings.policy == Policy(), "what is shown as a default is the default"
+    assert settings.residents[0].name == "Alice"
+    assert len(settings.server.tokens) == 2
+    assert ": no default" not in template(), "every key has a default or an example"
+
+
+def test_every_key_of_the_settings_is_explained() -> None:
+    explained: dict[str, set[str]] = {}
+    for key in keys():
+        assert len(key.meaning) > 10, key
+        explained.setdefault(key.table, set()).add(key.name)
+
+    def names(kind: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(kind)}
+
+    assert explained["server"] == names(ServerSettings) | {"token"}
+    assert explained["model"] == names(ModelSettings) - {"exllamav2"}
+    assert explained["model.exllamav2"] == names(ExLlamaV2Settings)
+    assert explained["policy"] == names(Policy) - {"classes"} | {"scheduler", "time_zone"}
+    assert explained["policy.classes.NAME"] == names(ClassPolicy)
+    assert explained["residents.ID"] == names(ResidentRequest)
+    assert explained["paths"] == names(PathSettings) | {"event_log"}
+    assert explained["log"] == names(LogSettings)
+    assert set(tomllib.loads(uncommented())) == {"server", "model", "policy", "residents", "paths", "log"}
+
+
+# -- doctor --------------------------------------------------------------------------------------------
+
+
+async def examined(folder: Path, settings: str = "") -> tuple[int, dict[str, dict[str, str]]]:
+    """Run the doctor; return its exit code and the worst finding about everything."""
+    path = folder / "fairhearth.toml"
+    path.write_text(settings, encoding="utf-8")
+    code, out, err = await run(folder, "doctor", "--json")
+    assert err == ""
+    found: dict[str, dict[str, str]] = {}
+    order = ("good", "doubtful", "bad")
+    for finding in json.loads(out)["findings"]:
+        before = found.get(finding["about"])
+        if before is None or order.index(finding["grade"]) > order.index(before["grade"]):
+            found[finding["about"]] = finding
+    assert all(f["advice"] for f in found.values() if f["grade"] != "good"), "whatever is wrong has advice"
+    return code, found
+
+
+async def test_the_doctor_finds_this_machine_fit_to_serve(tmp_path: Path) -> None:
+    code, found = await examined(tmp_path, "[server]\nport = 0\n[model]\ncontext_tokens = 2048\n")
+    assert code == 0
+    assert {"program", "state", "cache", "tokens", "library", "model", "port", "clock", "discovery"} <= set(
+        found
+    )
+    assert "SmolLM2" in found["model"]["what"]
+    assert "llama.cpp from" in found["library"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "about", "words"),
+    [
+        ("[model]\npath = 'missing.gguf'", "model", "no such file"),
+        ("[model]\ncontext_tokens = 900000000", "model", "of memory are free"),
+        ("[server]\nhost = '192.0.2.7'", "port", "192.0.2.7:8321"),
+        ("[paths]\nstate_dir = 'fairhearth.toml/x'", "state", "is no folder"),
+        ("[model]\nbackend = 'exllamav2'\npath = 'missing'", "library", "is missing"),
+    ],
+)
+async def test_the_doctor_says_what_stops_the_engine(
+    tmp_path: Path, settings: str, about: str, words: str
+) -> None:
+    code, found = await examined(tmp_path, settings)
+    assert code == 1
+    assert found[about]["grade"] == "bad", found
+    assert words in found[about]["what"]
+
+
+async def test_the_doctor_knows_an_engine_from_a_stranger_on_its_port(tmp_path: Path) -> None:
+    async with command(tmp_path, *SIMULATED) as process:
+        port = int((await process.ready()).rpartition(":")[2])
+        code, found = await examined(tmp_path, f"[server]\nport = {port}\n")
+        assert code == 0
+        assert "is served by fairhearth" in found["port"]["what"]
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger_port = stranger.getsockname()[1]
+        code, found = await examined(tmp_path, f"[server]\nport = {stranger_port}\n")
+    assert code == 1
+    assert "Address already in use" in found["port"]["what"]
+
+
+async def test_the_doctor_speaks_to_people_too(tmp_path: Path) -> None:
+    code, out, _ = await run(tmp_path, "doctor")
+    assert code == 0
+    assert "✓ library" in out
+    assert out.rstrip().endswith("The engine can serve.")
+
+
+# -- top -----------------------------------------------------------------------------------------------
+
+
+async def test_top_shows_who_is_served_and_who_holds_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "fairhearth.toml").write_text("[residents.alice]\nname = 'Alice'\n", encoding="utf-8")
+    message = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 3000,
+        "ignore_eos": True,
+        "stream": True,
+        "fairhearth": {"resident": "alice", "workload_class": "chat"},
+    }
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with command(tmp_path, *SIMULATED) as process, aiohttp.ClientSession(headers=headers) as http:
+        url = await process.ready()
+        async with http.post(f"{url}/v1/chat/completions", json=message) as response:
+            for _ in range(4):
+                await response.content.readline()
+            async with http.get(f"{url}/v1/capacity") as answer:
+                capacity = await answer.json()
+            code, out, err = await run(tmp_path, "top", "--url", url, "--once")
+        assert (code, err) == (0, "")
+        (holder,) = capacity["holders"]
+        assert (holder["resident"], holder["workload_class"], holder["requests"]) == ("alice", "chat", 1)
+        assert capacity["reclaimable_pages"] == holder["pages"] > 0
+        assert capacity["kv_pages_free"] == capacity["kv_pages_total"] - holder["pages"]
+        assert all(fit["more_now"] <= fit["active"] for fit in capacity["conversations"])
+        assert re.search(r"Alice +1 +0", out)
+        assert re.search(r"alice +chat +1 +\d+ +\d+", out)
+        assert "policy met" in out
+
+
+async def test_top_follows_the_engine_until_it_ends(tmp_path: Path) -> None:
+    async with command(tmp_path, *SIMULATED) as process:
+        url = await process.ready()
+        async with command(tmp_path, "top", "--url", url) as watching:
+            await asyncio.sleep(3)
+            assert watching.is_running
+            process.kill()
+            code, out, err = await watching.end()
+        assert "Fairhearth" in out
+        assert code in (0, 1)
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--url", "http://127.0.0.1:9"), "does not answer"),
+        (("--url", "URL", "--token", "not-a-token-of-anybody"), "token"),
+    ],
+)
+async def test_top_says_why_it_shows_nothing(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    async with command(tmp_path, *SIMULATED) as process:
+        url = await process.ready()
+        code, out, err = await run(tmp_path, "top", *(url if a == "URL" else a for a in arguments))
+    assert (code, out) == (1, "")
+    assert words in err
+    assert "Traceback" not in err
