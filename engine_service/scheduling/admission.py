@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from engine_service.scheduling.flows import FIRST_LOWER_URGENCY, Flow
-from engine_service.scheduling.model import WorkloadClass
+from engine_service.scheduling.model import MICRO, WorkloadClass
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.state import State
 
@@ -189,6 +189,16 @@ def fits(state: State, num_pages: int, *, urgency: int) -> bool:
     return num_pages <= state.pages.free and keeps_headroom(
         state, num_pages=num_pages, num_sequences=0, urgency=urgency
     )
+
+
+def pass_allowance(state: State) -> int:
+    """Return how far ahead (micro-units) a resident may be and still pass a head that does not fit.
+
+    What the longest request costs: whoever is that far ahead has had the place it would take now.
+    """
+    policy = state.policy
+    longest = state.known_capacity.max_context_tokens
+    return (policy.prefill_cost + policy.decode_cost) * longest * MICRO
 
 
 def most_pages_ever(state: State, record: Record) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from engine_service.scheduling import admission
 from engine_service.scheduling.flows import Flow
 from engine_service.scheduling.model import (
     MICRO,
@@ -61,14 +62,13 @@ def counter_bound(state: State) -> int:
 def lead_bound(state: State) -> int:
     """Return how far one resident may get ahead of another by being served in order, in micro-units.
 
-    U of what may be under way when the order turns, once more for each time a head that does not fit may be
-    passed over, and what a forecast may charge in advance. Service out of order comes on top as it happens.
+    U of what may be under way when the order turns, what a head that does not fit may be passed by, and what
+    a forecast may charge in advance. Service out of order comes on top as it happens.
     """
     policy, capacity = state.policy, state.known_capacity
     per_request = (policy.prefill_cost + policy.decode_cost) * capacity.max_context_tokens
-    passed_over = policy.max_skips * per_request
     ahead = capacity.max_sequences * per_request if policy.predict_output else 0
-    return (_unit_bound(state) + passed_over + ahead) * MICRO
+    return (_unit_bound(state) + ahead) * MICRO + admission.pass_allowance(state)
 
 
 def _unit_bound(state: State) -> int:

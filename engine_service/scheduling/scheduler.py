@@ -56,6 +56,7 @@ from engine_service.scheduling.model import (
     HOUSE,
     MICRO,
     SYSTEM,
+    FairnessGoal,
     Policy,
     PreemptionMode,
     RejectReason,
@@ -697,6 +698,8 @@ class Scheduler:
                 if candidate.tier is Tier.ORDER:
                     break  # from here on the order is that of urgency
                 continue
+            if passed_over and self._is_too_far_ahead(candidate, passed_over, now=now):
+                continue
             num_before = len(decisions)
             outcome = self._try(candidate, decisions, on_loan, now=now)
             if outcome == "admitted":
@@ -716,6 +719,20 @@ class Scheduler:
                 passed_over.append(candidate.record)
         if not passed_over:
             self._lend(on_loan, decisions, now=now)
+
+    def _is_too_far_ahead(self, candidate: Candidate, passed_over: list[Record], *, now: float) -> bool:
+        """Return whether its resident may not pass those who do not fit: it had its advantage already.
+
+        Skips alone are counted per head; who only sends large requests would fall behind with each of them.
+        """
+        state = self.state
+        if candidate.tier is not Tier.ORDER or state.policy.fairness is not FairnessGoal.SERVICE:
+            return False
+        rivals = [r for r in passed_over if r.flow.urgency == candidate.urgency]
+        if not rivals:
+            return False
+        least = min(state.served(r.resident_id, now=now) for r in rivals)
+        return state.served(candidate.record.resident_id, now=now) - least > admission.pass_allowance(state)
 
     def _lend(self, on_loan: list[Candidate], decisions: list[Decision], *, now: float) -> None:
         """Let residents borrow beyond their cap what nobody else can use; it is reclaimed by preemption."""

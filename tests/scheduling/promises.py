@@ -11,7 +11,7 @@ from typing import Final
 
 from engine_service.scheduling import admission
 from engine_service.scheduling.events import DayStarted, Ticked
-from engine_service.scheduling.invariants import check
+from engine_service.scheduling.invariants import check, lead_bound
 from engine_service.scheduling.model import (
     MICRO,
     Capacity,
@@ -176,6 +176,77 @@ def a_day_is_a_local_day(make: MakeScheduler) -> None:
     assert home.ask("miser", "chat", 20, 5) not in home.rejected
 
 
+def forecasts_are_settled(make: MakeScheduler) -> None:
+    """Whatever was charged ahead: in the end everybody has paid for what was computed."""
+    policy = Policy(prefix_share=0.0, predict_output=True)
+    home = Household(make=make, residents=(ALICE, BOB), capacity=WIDE, policy=policy)
+    home.ask("alice", "chat", 200, 20, max_tokens=300)
+    cancelled = home.ask("bob", "chat", 200, 200)
+    home.run_until(home.now + 0.2)
+    home.cancel(cancelled)
+    home.run_dry()
+    counters = home.scheduler.state.counters
+    for name in (ALICE.resident_id, BOB.resident_id):
+        assert counters.value(name) == counters.service(name) * MICRO
+
+
+def a_restart_forgets_nothing(make: MakeScheduler) -> None:
+    """Who was served much before a restart is not first after it, and a spent quota stays spent."""
+    miser = Resident(
+        resident_id=ResidentId("miser"), rolling_tokens=100, rolling_window_s=600.0, rolling_is_hard=True
+    )
+    home = Household(make=make, residents=(ALICE, BOB, miser), capacity=NARROW)
+    home.ask("miser", "chat", 200, 5)
+    home.ask("alice", "chat", 900, 100)
+    home.ask("bob", "chat", 100, 10)
+    home.run_dry()
+    counters = home.scheduler.state.counters
+    before = {r: counters.value(r) for r in (ALICE.resident_id, BOB.resident_id)}
+    home.restart(elapsed_s=5.0)
+    counters = home.scheduler.state.counters
+    assert {r: counters.value(r) for r in before} == before
+    assert home.ask("miser", "chat", 20, 5) in home.rejected
+
+
+def a_due_call_goes_before_new_agent_runs(make: MakeScheduler) -> None:
+    """A run that was served much waits for new short ones, but not for ever."""
+    classes = dict(Policy().classes)
+    classes[WorkloadClass.AGENT] = ClassPolicy(max_wait_s=2.0, inter_token_target_s=0.5)
+    policy = Policy(classes=classes, background_reserve=0.0)
+    home = Household(make=make, residents=(ALICE,), capacity=NARROW, policy=policy)
+    home.ask("alice", "agent", 800, 100, program="long")
+    home.run_dry()
+    for i in range(4):
+        home.ask("alice", "agent", 64, 200, program=f"first{i}")
+    long = home.ask("alice", "agent", 64, 10, program="long")
+    asked_at = home.now
+    for i in range(150):
+        home.run_until(home.now + 0.04)
+        home.ask("alice", "agent", 64, 30, program=f"short{i}", max_tokens=30)
+        if home.rejected:
+            break
+    home.run_until(asked_at + 12.0)
+    assert home.sequences[long].admitted_at
+    assert home.sequences[long].admitted_at[0] < asked_at + 7.0
+
+
+def large_requests_keep_their_share(make: MakeScheduler) -> None:
+    """Who sends requests that need most of the memory is passed by small ones, but not with each of them."""
+    policy = Policy(
+        prefix_share=0.0, voice_headroom_pages=0, due_budget=1, max_skips=100, output_slice_tokens=200
+    )
+    memory = Capacity(num_pages=64, page_tokens=16, max_sequences=12, max_context_tokens=800)
+    home = Household(make=make, residents=(ALICE, BOB), capacity=memory, policy=policy)
+    bound = lead_bound(home.scheduler.state)
+    for i in range(1200):
+        while home.scheduler.state.num_waiting.get(ALICE.resident_id, 0) < 8:
+            home.ask("alice", "chat", 64, 60 + 7 * i % 100)
+        while home.scheduler.state.num_waiting.get(BOB.resident_id, 0) < 8:
+            home.ask("bob", "chat", (100, 700)[len(home.sequences) % 2], 10)
+        home.step()
+        assert (home.served("alice") - home.served("bob")) * MICRO <= bound
+
+
 PROMISES: Final[dict[str, Callable[[MakeScheduler], None]]] = {
     promise.__name__: promise
     for promise in (
@@ -188,5 +259,9 @@ PROMISES: Final[dict[str, Callable[[MakeScheduler], None]]] = {
         cancelling_gives_everything_back,
         victims_do_not_pay_for_preemption,
         a_day_is_a_local_day,
+        forecasts_are_settled,
+        a_restart_forgets_nothing,
+        a_due_call_goes_before_new_agent_runs,
+        large_requests_keep_their_share,
     )
 }

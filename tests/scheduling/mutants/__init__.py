@@ -1,4 +1,6 @@
-"""Schedulers with one mistake each: the ten of the contract. Tests that let one live are not tests.
+"""Schedulers with one mistake each: the ten of the contract and one for each rule that came later.
+
+Tests that let one live are not tests.
 
 Each mutant is the smallest subclass that makes the mistake; `BREAKS` says which promise must notice.
 """
@@ -16,6 +18,7 @@ from engine_service.scheduling.decisions import Cancel, Decision
 from engine_service.scheduling.flows import Bill
 from engine_service.scheduling.model import Policy, ResidentId
 from engine_service.scheduling.quota import DailyQuota
+from engine_service.scheduling.records import Record
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.scheduling.state import State
 
@@ -155,6 +158,42 @@ class QuotaResetsAfter24Hours(_Replaced):
     quota = _FixedDayQuota
 
 
+class _NeverRepaidCounters(Counters):
+    def repay(self, resident_id: ResidentId, units: int) -> None:
+        """Keep what a forecast charged."""
+
+
+class ForecastIsKept(_Replaced):
+    """What was charged ahead is charged again as it is computed."""
+
+    counters = _NeverRepaidCounters
+
+
+class RestartForgets(Scheduler):
+    """Counters and windows start anew with the process."""
+
+    def restore(self, saved: object, *, now: float, elapsed_s: float = 0.0) -> None:
+        pass
+
+
+class AgentRunsIgnoreAge(_Replaced):
+    """Inside a flow only the program's attained service counts, however long a call waited."""
+
+    class _State(State):
+        def enqueue(self, record: Record, *, now: float) -> None:
+            super().enqueue(record, now=now)
+            record.flow.by_age.clear()
+
+    state_type = _State
+
+
+class PassesWithoutEnd(Scheduler):
+    """A head that does not fit is passed as often as skips allow, whoever passes it."""
+
+    def _is_too_far_ahead(self, candidate: Candidate, passed_over: list[Record], *, now: float) -> bool:
+        return False
+
+
 BREAKS: Final[dict[type[Scheduler], str]] = {
     NoLift: "returning_gets_no_credit",
     ArtifactLift: "empty_queue_gives_no_credit",
@@ -166,4 +205,8 @@ BREAKS: Final[dict[type[Scheduler], str]] = {
     CancelKeepsPages: "cancelling_gives_everything_back",
     VictimPaysRecompute: "victims_do_not_pay_for_preemption",
     QuotaResetsAfter24Hours: "a_day_is_a_local_day",
+    ForecastIsKept: "forecasts_are_settled",
+    RestartForgets: "a_restart_forgets_nothing",
+    AgentRunsIgnoreAge: "a_due_call_goes_before_new_agent_runs",
+    PassesWithoutEnd: "large_requests_keep_their_share",
 }
