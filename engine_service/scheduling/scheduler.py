@@ -747,6 +747,7 @@ class Scheduler:
                 and admission.fits(self.state, need, urgency=candidate.urgency)
             ):
                 self._admit(candidate, reserved, need, decisions, now=now)
+                record.is_promised = False  # what is lent is given back, whoever is owed what
 
     def _try(
         self, candidate: Candidate, decisions: list[Decision], on_loan: list[Candidate], *, now: float

@@ -235,3 +235,21 @@ def test_freed_pages_go_to_the_request_they_were_taken_for() -> None:
                 assert decision.beneficiary_id in ids, "nobody else may have them first"
                 assert isinstance(following, (Preempt, Admit, Grow))
     assert taken
+
+
+def test_what_the_reserve_lent_beyond_a_cap_is_given_back_to_whoever_is_within_its_own() -> None:
+    capped = Resident(resident_id=ResidentId("capped"), page_cap=4)
+    policy = dataclasses.replace(NO_PREFIXES, background_reserve=0.5)
+    home = Household(capacity=SMALL, policy=policy, residents=(ALICE, capped))
+    home.ask("alice", "chat", 64, 20)
+    home.run_dry()
+    loan = home.ask("capped", "agent", 900, 100)
+    home.run_until(home.now + 0.5)
+    record = home.scheduler.state.records[loan]
+    assert record.holds_pages
+    assert "reserve" in record.story[-1]
+    home.ask("alice", "chat", 700, 20)
+    home.step()
+    assert preempted(home) == [loan]
+    home.run_dry()
+    assert home.all_finished()
