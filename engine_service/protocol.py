@@ -150,6 +150,7 @@ class Options:
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    banned_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     stream: bool = False
     include_usage: bool = False
@@ -162,6 +163,7 @@ class Options:
         sent: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN_OPTIONS}
         sent["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()} or None
         sent["stop"] = list(self.stop) or None
+        sent["banned_strings"] = list(self.banned_strings) or None
         sent["ignore_eos"] = self.ignore_eos or None
         sent["stream"] = self.stream or None
         sent["stream_options"] = {"include_usage": True} if self.include_usage else None
@@ -202,6 +204,7 @@ class CompletionRequest:
     """POST /v1/completions."""
 
     prompt: str | tuple[int, ...]
+    token_healing: bool = False  #: choose the prompt's last token anew
     options: Options = field(default_factory=Options)
 
     def as_wire(self) -> dict[str, Any]:
@@ -209,7 +212,9 @@ class CompletionRequest:
         prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
         return (
             {"prompt": prompt}
-            | _without_none({"logprobs": self.options.num_logprobs})
+            | _without_none(
+                {"logprobs": self.options.num_logprobs, "token_healing": self.token_healing or None}
+            )
             | self.options.as_wire()
         )
 
@@ -634,6 +639,7 @@ _OPTIONS: Final[Mapping[Any, Any]] = {
     vol.Optional("seed"): or_none(whole_number(-(2**63), 2**64 - 1)),
     vol.Optional("logit_bias"): or_none(_logit_bias),
     vol.Optional("stop"): or_none(_stops),
+    vol.Optional("banned_strings"): or_none(_STOPS),
     vol.Optional("ignore_eos"): or_none(boolean),
     vol.Optional("stream"): or_none(boolean),
     vol.Optional("stream_options"): or_none(
@@ -715,6 +721,7 @@ _COMPLETION: Final = table(
         **_OPTIONS,
         **_UNUSED_FIELDS,
         vol.Required("prompt"): _prompt,
+        vol.Optional("token_healing"): or_none(boolean),
         vol.Optional("logprobs"): or_none(whole_number(0, MAX_TOP_LOGPROBS)),
         vol.Optional("best_of"): _exactly_one,
         vol.Optional("echo"): or_none(_not_supported(False)),
@@ -902,7 +909,11 @@ def _check_choice(choice: Any, named: str | None, tools: tuple[Tool, ...]) -> No
 def parse_completion_request(value: Any) -> CompletionRequest:
     """Return the message of POST /v1/completions; raise InvalidRequest naming the field."""
     raw = _checked(_COMPLETION, value)
-    return CompletionRequest(prompt=raw["prompt"], options=_options(raw, num_logprobs=raw.get("logprobs")))
+    return CompletionRequest(
+        prompt=raw["prompt"],
+        token_healing=bool(raw.get("token_healing")),
+        options=_options(raw, num_logprobs=raw.get("logprobs")),
+    )
 
 
 def _options(raw: Json, *, num_logprobs: int | None) -> Options:
@@ -910,6 +921,7 @@ def _options(raw: Json, *, num_logprobs: int | None) -> Options:
         **{name: raw.get(name) for name in _PLAIN_OPTIONS},
         logit_bias=raw.get("logit_bias") or {},
         stop=raw.get("stop") or (),
+        banned_strings=tuple(raw.get("banned_strings") or ()),
         ignore_eos=bool(raw.get("ignore_eos")),
         stream=bool(raw.get("stream")),
         include_usage=bool((raw.get("stream_options") or {}).get("include_usage")),

@@ -97,6 +97,8 @@ class GenerationOrder:
     max_tokens: int  #: 0: compute the prompt only
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()  #: never part of the text
+    banned: tuple[str, ...] = ()  #: strings that must not come out; ASCII letters in either case alike
+    healed: str = ""  #: what the first output token begins with; not shown (token healing)
     constraint: Constraint | None = None
     keep_prefix: bool = False  #: keep the computed prompt as a pinned prefix when done
     ignore_eos: bool = False  #: generate max_tokens whatever the model says (benchmarks)

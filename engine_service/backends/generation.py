@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine_service.backends.base import FinishReason, GenerationOrder, SequenceOutcome, TokenLogprob
 from engine_service.backends.sampling import Floats, Sampler, TokenFilter, log_probabilities
-from engine_service.backends.text import TextAssembler
+from engine_service.backends.text import BannedStrings, TextAssembler
 
 
 class Matcher(TokenFilter, Protocol):
@@ -44,8 +44,8 @@ class Vocabulary:
 class Generation:
     """The token ids of one request (prompt, then output) with sampler, grammar and text state."""
 
-    __slots__ = ("_logprobs_wanted", "_matcher", "_sampler", "_text", "_tokens", "_vocabulary",
-                 "num_prompt", "num_tokens", "order")  # fmt: skip
+    __slots__ = ("_banned", "_healed", "_logprobs_wanted", "_matcher", "_sampler", "_text", "_tokens",
+                 "_vocabulary", "num_prompt", "num_tokens", "order")  # fmt: skip
 
     def __init__(
         self, order: GenerationOrder, *, vocabulary: Vocabulary, matcher: Matcher | None = None
@@ -58,6 +58,8 @@ class Generation:
         self._matcher = matcher
         self._tokens = np.array(order.prompt_ids, dtype=np.int32)
         self._text = TextAssembler(order.stop)
+        self._banned = BannedStrings(order.banned) if order.banned else None
+        self._healed = order.healed.encode()
         self._logprobs_wanted = order.sampling.num_logprobs
         banned = vocabulary.end_ids if order.ignore_eos and matcher is None else ()
         self._sampler = Sampler(
@@ -90,7 +92,7 @@ class Generation:
 
     def choose_next(self, logits: Floats, *, prefill_tokens: int = 0) -> SequenceOutcome:
         """Choose, keep and describe the next output token. Raises ValueError if none can be chosen."""
-        token_id = self._sampler.choose(logits, self._matcher)
+        token_id = self._choose(logits)
         logprobs = () if self._logprobs_wanted is None else (self._logprob(logits, token_id),)
         self._append(token_id)
         text, reason = self._take(token_id)
@@ -103,12 +105,31 @@ class Generation:
             finish_reason=reason,
         )
 
+    def _choose(self, logits: Floats) -> int:
+        is_healing = self._healed and not self.num_output
+        is_refused = self._is_refused if is_healing or self._banned is not None else None
+        return self._sampler.choose(logits, self._matcher, is_refused)
+
+    def _is_refused(self, token_id: int) -> bool:
+        """Return whether a token would break a promise: what the text begins with, or what is banned."""
+        piece = self._vocabulary.token_bytes(token_id)
+        if not self.num_output and not piece.startswith(self._healed):
+            return True
+        return self._banned is not None and self._banned.completes(self._own(piece, self.num_output))
+
+    def _own(self, piece: bytes, place: int) -> bytes:
+        """Return the bytes of output token number place without what belongs to the prompt."""
+        return piece if place else piece[len(self._healed) :]
+
     def _take(self, token_id: int) -> tuple[str, FinishReason | None]:
         if token_id in self._vocabulary.end_ids:
             return self._text.finish(), FinishReason.STOP
         if self._matcher is not None:
             self._matcher.accept(token_id)
-        text = self._text.push(self._vocabulary.token_bytes(token_id))
+        piece = self._own(self._vocabulary.token_bytes(token_id), self.num_output - 1)
+        if self._banned is not None:
+            self._banned.push(piece)
+        text = self._text.push(piece)
         if self._text.is_stopped:
             return text, FinishReason.STOP
         if self._matcher is not None and self._matcher.is_complete:
@@ -138,6 +159,8 @@ def check_order(order: GenerationOrder, vocabulary: Vocabulary) -> None:
     num_prompt = len(order.prompt_ids)
     if num_prompt < 1:
         raise ValueError("the prompt must have at least one token")
+    if order.healed and order.constraint is not None:
+        raise ValueError("a prompt cannot be healed where a grammar rules from the first token on")
     if order.max_tokens < 0:
         raise ValueError(f"max_tokens must be >= 0, not {order.max_tokens}")
     if min(order.prompt_ids) < 0 or max(order.prompt_ids) >= vocabulary.size:

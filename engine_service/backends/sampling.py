@@ -11,9 +11,10 @@ al. 2024). Log probabilities are the model's own, before all of that.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ _GREEDY_BELOW: Final = 1e-6  # below, dividing by it would overflow
 _CUTS: Final = (1e-2, 1e-4, 1e-7, 0.0)  # relative to the best; each is tried until enough is above it
 _DISTANCES: Final = (4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 18.0)  # below the best score, in logits
 _COLUMNS: Final = 256
+_SINGLE_REFUSALS: Final = 16
 
 
 class TokenFilter(Protocol):
@@ -127,20 +129,52 @@ class Sampler:
         if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
             self._penalties = _Penalties(sampling, prompt_ids)
 
-    def choose(self, logits: Floats, token_filter: TokenFilter | None = None) -> int:
+    def choose(
+        self,
+        logits: Floats,
+        token_filter: TokenFilter | None = None,
+        is_refused: Callable[[int], bool] | None = None,
+    ) -> int:
         """Return the next token for a row of logits (float32, one per token; left unchanged).
 
-        Raises ValueError if the logits are not numbers or nothing is allowed.
+        A token that is_refused is given up and another one chosen, as if it did not exist. Raises ValueError
+        if the logits are not numbers or nothing is allowed.
         """
         is_adjusted = self._penalties is not None or self._bias is not None
         scores = self._adjusted(logits) if is_adjusted else logits
-        if self.sampling.temperature < _GREEDY_BELOW:
-            token_id = self._best(scores, token_filter)
-        else:
-            token_id = self._drawn(scores, token_filter)
+        token_id = self._one(scores, token_filter)
+        if is_refused is not None and is_refused(token_id):
+            token_id = self._another(scores.copy(), token_id, token_filter, is_refused)
         if self._penalties is not None:
             self._penalties.count(token_id)
         return token_id
+
+    def _one(self, scores: Floats, token_filter: TokenFilter | None) -> int:
+        if self.sampling.temperature < _GREEDY_BELOW:
+            return self._best(scores, token_filter)
+        return self._drawn(scores, token_filter)
+
+    def _another(
+        self,
+        scores: Floats,
+        token_id: int,
+        token_filter: TokenFilter | None,
+        is_refused: Callable[[int], bool],
+    ) -> int:
+        """Return a token that is not refused; scores are overwritten.
+
+        Refused tokens are ruled out one by one, and after a few all at once: asking about each takes longer
+        than a choice, and rarely more than one is likely.
+        """
+        for attempt in itertools.count():
+            refused = [token_id] if attempt < _SINGLE_REFUSALS else filter(is_refused, range(len(scores)))
+            scores[list(refused)] = -np.inf
+            token_id = self._one(scores, token_filter)
+            if not math.isfinite(scores[token_id]):
+                break
+            if not is_refused(token_id):
+                return token_id
+        raise ValueError("what is refused leaves no token to choose")
 
     def _adjusted(self, logits: Floats) -> Floats:
         """Return a copy with penalties and bias."""

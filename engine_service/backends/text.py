@@ -57,6 +57,34 @@ class TextAssembler:
         return text[: len(text) - num_held]
 
 
+class BannedStrings:
+    """Tells which piece would complete a string that must never come out.
+
+    Looks at bytes, ASCII letters in either case alike; so nothing that was generated ever has to be taken
+    back, and a request can be preempted at any token.
+    """
+
+    __slots__ = ("_banned", "_longest", "_tail")
+
+    def __init__(self, banned: Sequence[str]) -> None:
+        """Watch for these (each not empty; ValueError otherwise)."""
+        if any(not text for text in banned):
+            raise ValueError("a banned string must not be empty")
+        self._banned = tuple(text.encode("utf-8", "replace").lower() for text in banned)
+        self._longest = max(map(len, self._banned), default=0)
+        self._tail = b""
+
+    def completes(self, piece: bytes) -> bool:
+        """Return whether one of the strings would be there after these bytes."""
+        text = self._tail + piece.lower()
+        return any(banned in text for banned in self._banned)
+
+    def push(self, piece: bytes) -> None:
+        """Add the bytes of the next token."""
+        text = self._tail + piece.lower()
+        self._tail = text[len(text) - self._longest + 1 :] if len(text) >= self._longest else text
+
+
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of text that begins the stop string, the whole one excluded."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):

@@ -424,18 +424,21 @@ class Engine:
 
     def _prepare(self, order: Order) -> tuple[GenerationOrder, Request]:
         request_id = RequestId(f"r{next(self._ids):06d}")
-        length = len(order.prompt_ids)
-        if not length:
+        if not order.prompt_ids:
             raise InvalidRequest("the prompt is empty", param="messages")
+        prompt_ids, healed = self._healed(order)
+        length = len(prompt_ids)
         # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.
-        shared = 0 if order.keep_prefix else self._shared_tokens(order.prompt_ids)
+        shared = 0 if order.keep_prefix else self._shared_tokens(prompt_ids)
         max_tokens = 0 if order.keep_prefix else self._clipped(order, length, shared)
         generation = GenerationOrder(
             request_id=request_id,
-            prompt_ids=order.prompt_ids,
+            prompt_ids=prompt_ids,
             max_tokens=max_tokens,
             sampling=order.sampling,
             stop=order.stop,
+            banned=order.banned,
+            healed=healed,
             constraint=order.constraint,
             keep_prefix=order.keep_prefix,
             ignore_eos=order.ignore_eos,
@@ -456,6 +459,20 @@ class Engine:
     def _shared_tokens(self, prompt_ids: Sequence[int]) -> int:
         """Return how many leading tokens a pinned prefix holds; a backend that is lost holds none."""
         return 0 if self._is_rebuilding else self._backend.shared_prefix_tokens(prompt_ids)
+
+    def _healed(self, order: Order) -> tuple[tuple[int, ...], str]:
+        """Return the prompt without the token that is to be chosen anew, and what that token shows.
+
+        A prompt may end in the middle of what the model would write as one token. A control token, a part of
+        a character and a prompt of one token stay as they are.
+        """
+        prompt_ids = order.prompt_ids
+        if not order.heal_prompt or len(prompt_ids) < 2:
+            return prompt_ids, ""
+        if order.constraint is not None:
+            raise InvalidRequest("token healing and a grammar exclude each other", param="token_healing")
+        text = self.tokenizer.decode(prompt_ids[-1:])
+        return (prompt_ids[:-1], text) if text and "\ufffd" not in text else (prompt_ids, "")
 
     def _clipped(self, order: Order, length: int, shared: int) -> int:
         """Return the output tokens to allow: what was asked, cut to what fits and the class may have."""

@@ -25,6 +25,8 @@ class Order:
     max_tokens: int | None = None  #: None: as much as the class and the context allow
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    banned: tuple[str, ...] = ()  #: strings that must not come out
+    heal_prompt: bool = False  #: the prompt's last token is chosen anew, with what it shows as a beginning
     constraint: Constraint | None = None
     program_id: str | None = None
     keep_prefix: bool = False

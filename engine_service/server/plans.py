@@ -65,7 +65,7 @@ async def plan_completion(service: Service, message: CompletionRequest, caller: 
         prompt_ids = message.prompt
         _check_token_ids(service, prompt_ids, "prompt")
     return Plan(
-        order=_order(options, caller, prompt_ids),
+        order=replace(_order(options, caller, prompt_ids), heal_prompt=message.token_healing),
         caller=caller,
         reply=lambda head: TextReply(head, include_usage=options.include_usage),
         renamed={"messages": "prompt"},
@@ -97,6 +97,7 @@ def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...]) -> 
         max_tokens=options.max_tokens,
         sampling=sampling_for(options),
         stop=options.stop,
+        banned=options.banned_strings,
         program_id=caller.program_id,
         ignore_eos=options.ignore_eos,
     )

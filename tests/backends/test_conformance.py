@@ -12,7 +12,14 @@ import itertools
 
 import pytest
 
-from engine_service.backends.base import Backend, ChunkOrder, FinishReason, Sampling
+from engine_service.backends.base import (
+    Backend,
+    ChunkOrder,
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    Sampling,
+)
 from engine_service.scheduling.model import PreemptionMode, RequestId
 from tests.backends.conftest import HAS_EXLLAMAV2, AnyBackend
 from tests.backends.driver import Driver, Output, assert_same_but_near_ties
@@ -26,6 +33,7 @@ QUESTIONS = {
 # Promises about single cells; where pages are shared, test_exllamav2_guards.py has their like.
 ON_CELLS = pytest.mark.parametrize("backend", ["simulated", "llama_cpp"], indirect=True)
 WITHOUT_LLAMA_CPP = ["simulated", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
+WITH_GRAMMARS = ["llama_cpp", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
 WITH_GAPS = Sampling(temperature=0.0, num_logprobs=2)
 
 
@@ -667,3 +675,42 @@ def test_all_are_backends(backend: AnyBackend) -> None:
     assert info.max_context_tokens <= capacity.num_pages * capacity.page_tokens
     assert info.chat_template
     assert info.eos_text == "<|im_end|>"
+
+
+def test_a_banned_string_never_comes_out_and_preemption_changes_nothing(
+    backend: AnyBackend, driver: Driver
+) -> None:
+    free = driver.run(driver.order("free", QUESTIONS["poem"], 16, ignore_eos=True)).text
+    banned = free[len(free) // 3 :][:4].upper()
+    assert banned.lower() in free.lower()
+    output = driver.run(driver.order("banned", QUESTIONS["poem"], 16, ignore_eos=True, banned=(banned,)))
+    assert banned.lower() not in output.text.lower()
+    assert output.text[: len(free) // 3 - 4] == free[: len(free) // 3 - 4]
+    driver.admit(driver.order("again", QUESTIONS["poem"], 16, ignore_eos=True, banned=(banned,)))
+    driver.prefill("again")
+    for _ in range(6):
+        driver.step(decodes=["again"])
+    backend.preempt(rid("again"), PreemptionMode.RELEASE)
+    driver.resume(rid("again"))
+    driver.finish("again")
+    assert driver.outputs[rid("again")].text == output.text
+
+
+def test_a_healed_prompt_goes_on_in_the_middle_of_a_token(driver: Driver) -> None:
+    """With what the best token begins with as the beginning, the same tokens come out, and less text."""
+    plain = driver.run(driver.order("plain", QUESTIONS["keeper"], 6, ignore_eos=True))
+    beginning = driver.backend.tokenizer.decode(plain.token_ids[:1])[:2]
+    assert plain.text.startswith(beginning)
+    healed = driver.run(driver.order("healed", QUESTIONS["keeper"], 6, ignore_eos=True, healed=beginning))
+    assert healed.token_ids == plain.token_ids
+    assert healed.text == plain.text[len(beginning) :]
+    other = driver.run(driver.order("other", QUESTIONS["keeper"], 6, ignore_eos=True, healed=" th"))
+    assert (" th" + other.text).startswith(driver.backend.tokenizer.decode(other.token_ids[:1]))
+
+
+@pytest.mark.parametrize("backend", WITH_GRAMMARS, indirect=True)
+def test_healing_and_a_grammar_exclude_each_other(backend: AnyBackend, driver: Driver) -> None:
+    constraint = Constraint(kind=ConstraintKind.REGEX, text="[a-z]+")
+    order = driver.order("both", QUESTIONS["sky"], 4, healed=" a", constraint=constraint)
+    with pytest.raises(ValueError, match="cannot be healed where a grammar rules"):
+        driver.admit(order)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine_service.backends.base import FinishReason, Sampling
+from engine_service.backends.base import Constraint, ConstraintKind, FinishReason, Sampling
 from engine_service.engine import eventlog
 from engine_service.engine.loop import Engine
 from engine_service.engine.sessions import Delta, Finished, Order, Session, Timings
-from engine_service.errors import GenerationFailed
+from engine_service.errors import GenerationFailed, InvalidRequest
 from engine_service.scheduling.decisions import Compose, Preempt
 from engine_service.scheduling.model import Policy, Resident, ResidentId, WorkloadClass
 from engine_service.scheduling.scheduler import Scheduler
@@ -150,3 +151,26 @@ async def test_a_pinned_prefix_is_computed_once_whatever_its_length(echo_directo
         assert (timings.cached_tokens, timings.prefill_tokens) == (300, 40)
         backend.check()
         assert backend.num_pages_held == 2, "the prefix alone"
+
+
+async def test_a_prompt_that_ends_in_a_word_is_healed(echo_directory: Path) -> None:
+    async with running(echo_directory) as (engine, backend, model):
+        (begun,) = backend.tokenizer.encode(" l")
+        asked = Order(
+            resident_id=ResidentId("alice"),
+            class_id=WorkloadClass.CHAT,
+            prompt_ids=(*prompt(300, kind=10), begun),
+            max_tokens=8,
+            sampling=Sampling(temperature=0.0),
+            ignore_eos=True,
+            heal_prompt=True,
+        )
+        session = await engine.submit(asked)
+        events = [event async for event in session.events() if isinstance(event, Delta)]
+        ids = [token_id for event in events for token_id in event.token_ids]
+        assert backend.tokenizer.decode(ids[:1]).startswith(" l")
+        assert " l" + "".join(event.text for event in events) == backend.tokenizer.decode(ids)
+        assert ids[1:] == model.continuation((*asked.prompt_ids[:-1], ids[0]), 7)
+        grammar = Constraint(kind=ConstraintKind.REGEX, text="[a-z]+")
+        with pytest.raises(InvalidRequest, match="token healing and a grammar exclude each other"):
+            await engine.submit(replace(asked, constraint=grammar))

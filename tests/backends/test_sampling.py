@@ -37,7 +37,7 @@ def plain_nucleus(weights: np.ndarray, top_k: int, top_p: float) -> list[int]:
     return kept
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     scale=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
@@ -205,3 +205,41 @@ def test_log_probabilities_are_those_of_the_softmax() -> None:
 def test_settings_that_cannot_be_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_refused", [1, SIZE - 1])
+def test_a_refused_token_is_as_if_it_did_not_exist(temperature: float, num_refused: int) -> None:
+    """One by one at first, all at once when many are likely."""
+    logits = np.arange(SIZE, 0, -1, dtype=np.float32) / 4
+    before = logits.copy()
+    chosen = {
+        sampler(temperature=temperature, seed=seed).choose(logits, None, lambda i: i < num_refused)
+        for seed in range(20)
+    }
+    assert min(chosen) >= num_refused
+    assert temperature or chosen == {num_refused}
+    assert (logits == before).all()
+
+
+def test_what_is_left_keeps_its_chances() -> None:
+    logits = np.log(np.array([0.7, 0.2, 0.1] + [1e-30] * (SIZE - 3), dtype=np.float32))
+    one = sampler(temperature=1.0, seed=1)
+    counts = np.bincount([one.choose(logits, None, lambda i: i == 0) for _ in range(3000)], minlength=SIZE)
+    assert counts[0] == 0
+    assert counts[1] / counts[2] == pytest.approx(2, rel=0.15)
+
+
+def test_only_the_token_that_is_kept_counts_for_penalties() -> None:
+    logits = np.array([5.0, 4.9] + [0.0] * (SIZE - 2), dtype=np.float32)
+    one = sampler(temperature=0.0, presence_penalty=2.0)
+    assert one.choose(logits, None, lambda i: i == 0) == 1
+    assert one.choose(logits) == 0
+
+
+@pytest.mark.parametrize("token_filter", [None, Only(3, 9)])
+def test_refusing_everything_is_told(token_filter: Only | None) -> None:
+    with pytest.raises(ValueError, match=r"not a number|leaves no token to choose"):
+        sampler(temperature=1.0, seed=1).choose(
+            np.zeros(SIZE, dtype=np.float32), token_filter, lambda _: True
+        )

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from engine_service.backends.text import TextAssembler
+from engine_service.backends.text import BannedStrings, TextAssembler
 
 
 def stream(pieces: list[bytes], stops: tuple[str, ...] = ()) -> tuple[list[str], TextAssembler]:
@@ -70,3 +70,21 @@ def test_nothing_is_shown_after_a_stop() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         TextAssembler(("", "x"))
+
+
+def test_a_banned_string_is_seen_across_pieces_and_in_either_case() -> None:
+    banned = BannedStrings(["As an AI", "ärger"])
+    for piece in (b" as", b" AN", b" a"):
+        assert not banned.completes(piece)
+        banned.push(piece)
+    assert banned.completes(b"i model")
+    assert banned.completes(b"I")
+    assert not banned.completes(b"nchor")
+    banned.push(b"nchor")
+    assert banned.completes("so ärger".encode())
+    assert not banned.completes(b"")
+
+
+def test_an_empty_banned_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not be empty"):
+        BannedStrings(["x", ""])
