@@ -42,11 +42,12 @@ async def async_setup(hass: HomeAssistant, config: ConfigType) -> bool:
 async def async_setup_entry(hass: HomeAssistant, entry: FairhearthConfigEntry) -> None:
     """Connect to one engine and set up its entities; raises where it is away or refuses the token."""
     coordinator = FairhearthCoordinator(hass, entry, _client(hass, entry))
-    await coordinator.async_config_entry_first_refresh()
     entry.runtime_data = coordinator
+    # Before anything is awaited: what changes while this goes on must not be missed.
+    entry.async_on_unload(entry.add_update_listener(_async_reload))
+    await coordinator.async_config_entry_first_refresh()
     await hass.config_entries.async_forward_entry_setups(entry, PLATFORMS)
     coordinator.async_start()
-    entry.async_on_unload(entry.add_update_listener(_async_reload))
 
 
 async def async_unload_entry(hass: HomeAssistant, entry: FairhearthConfigEntry) -> None:

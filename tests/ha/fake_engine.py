@@ -157,6 +157,7 @@ class FakeEngine:
     snapshot: dict[str, Any] = field(default_factory=dict)
     port: int = 0
     code: str | None = "123456"  #: what a client may pair with, None while no code is open
+    hold_models: asyncio.Event | None = None  #: wait for it before the models are told
     pair_refusal: EngineError | None = None
     token_refusal: EngineError | None = None
     has_policy: bool = True
@@ -283,6 +284,8 @@ class FakeEngine:
         return web.json_response(body)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.hold_models is not None:
+            await self.hold_models.wait()
         return web.json_response(golden("models"))
 
     async def _list_residents(self, request: web.Request) -> web.Response:

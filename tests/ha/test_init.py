@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -35,6 +36,21 @@ async def test_an_entry_reloads(hass: HomeAssistant, engine: FakeEngine, loaded:
     assert await hass.config_entries.async_reload(loaded.entry_id)
     await until(lambda: engine.num_streams == 2)
     assert hass.states.get(ALICE_TOKENS).state == "0"
+
+
+async def test_what_is_changed_while_an_entry_sets_up_is_not_missed(
+    hass: HomeAssistant, core: None, engine: FakeEngine, entry: MockConfigEntry
+) -> None:
+    engine.hold_models = asyncio.Event()
+    entry.add_to_hass(hass)
+    setup = hass.async_create_task(hass.config_entries.async_setup(entry.entry_id))
+    await until(lambda: "alice" in engine.puts)
+    (subentry,) = entry.get_subentries_of_type("resident")
+    hass.config_entries.async_update_subentry(entry, subentry, title="Alice B.")
+    engine.hold_models.set()
+    await setup
+    await until(lambda: engine.residents["alice"]["name"] == "Alice B.")
+    await until(lambda: hass.states.get("conversation.agent") is not None)
 
 
 async def test_a_removed_entry_takes_its_residents_along(
