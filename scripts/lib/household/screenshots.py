@@ -1,7 +1,6 @@
 """The command `scripts/screenshots`: photographs the way in, the dashboard and the live table.
 
-Runs the same evening as the demonstration: once under first come, first served, for the comparison, then
-under Fairhearth, in the middle of which the pictures are taken.
+Runs the demonstration's evening under Fairhearth's policy, in the middle of which the pictures are taken.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from household import dashboard, measure, table, workload
+from household import dashboard, table, workload
 from household.browser import BrowserFailed, Visit, visit
 from household.homeassistant import sign_in_tokens
-from household.phases import pace, plan_for, run_idle_commands, run_phase
+from household.phases import pace, plan_for, run_idle_commands
 from household.places import ROOT
 from household.process import ProcessDied
 from household.residence import ALICE
@@ -57,18 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(output: Path) -> int:
     async with Stage(FOLDER) as stage:
         print("[screenshots] starting Home Assistant and the engine", flush=True)
-        await stage.start(policy="fifo")
+        await stage.start()
         await workload.add_automation(stage.household)
-        plan = plan_for(await pace(stage))
-        print("[screenshots] measuring first come, first served", flush=True)
-        await run_phase(stage, "fifo", plan)
-        await stage.restart_engine(policy="fairhearth")
-        facts = measure.read_event_log(stage.event_log("fifo"))
-        fifo = {name: measure.first_tokens(facts, name) for name in table.CLASSES}
-        await dashboard.create(stage.household, {name: spread.p95_s for name, spread in fifo.items()})
+        await dashboard.create(stage.household)
+        print("[screenshots] the way in, while nothing else goes on", flush=True)
+        files = await _photograph(stage, ways_in(output))
         await run_idle_commands(stage.household)
-        print("[screenshots] the same evening under Fairhearth", flush=True)
-        files = await _photograph_evening(stage, plan, fifo, output)
+        plan = plan_for(await pace(stage))
+        print("[screenshots] the dashboard, in the middle of an evening", flush=True)
+        files += await _photograph_evening(stage, plan, output)
     too_large = [file for file in files if file.stat().st_size > MOST_BYTES]
     for file in files:
         print(f"[screenshots] {file} ({file.stat().st_size // 1000} kB)")
@@ -77,17 +73,15 @@ async def _run(output: Path) -> int:
     return 1 if too_large else 0
 
 
-async def _photograph_evening(
-    stage: Stage, plan: list[workload.Arrival], fifo: dict[str, measure.Spread], output: Path
-) -> list[Path]:
+async def _photograph_evening(stage: Stage, plan: list[workload.Arrival], output: Path) -> list[Path]:
     """Repeat the evening until every picture is taken in the middle of one."""
-    scene = table.Scene(title="2 of 2: Fairhearth, the same evening again", fifo=fifo)
+    scene = table.Scene(title="An evening")
     working = asyncio.create_task(_evenings(stage, plan, scene))
     try:
         await asyncio.sleep(max(arrival.at_s for arrival in plan) * 0.6 + 2)
         terminal = output / "demo-terminal.svg"
         _draw(scene, await stage.engine_api.fairness(), terminal)
-        pictures = await _photograph(stage, output)
+        pictures = await _photograph(stage, dashboards(output))
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
@@ -109,33 +103,37 @@ def _draw(scene: table.Scene, snapshot: dict[str, Any], file: Path) -> None:
     file.write_text(re.sub(r"@font-face \{.*?\}\n", "", picture, flags=re.DOTALL))
 
 
-def visits(output: Path) -> list[Visit]:
-    """Return every page to photograph: the way in, what came of it, and the dashboard."""
+def ways_in(output: Path) -> list[Visit]:
+    """Return what is seen on the way to the dashboard: the dialogs and the integration's page."""
     dialog = (("click", "role=button[name='OK']"), ("wait", "ha-form >> text=Address"), ("settle",))
     page = (("wait", "ha-config-entry-row >> text=Fairhearth"), ("settle",))
-    picker = (
+    new_dashboard = (
         ("click", "role=button[name='Add dashboard']"),
         ("wait", "dashboard-card >> text=Fair share"),
         ("settle",),
     )
-    lived_in = (("wait", "fairhearth-card .lane"), ("wait", "state-history-charts"), ("settle",))
     ways = [
         ("config-flow", "/config/integrations/dashboard/add?domain=fairhearth", dialog),
         ("integration", "/config/integrations/integration/fairhearth", page),
-        ("new-dashboard", "/config/lovelace/dashboards", picker),
+        ("new-dashboard", "/config/lovelace/dashboards", new_dashboard),
     ]
     return [
-        *(
-            Visit(path=dashboard.PATH, steps=lived_in, file=output / f"{name}.png", **look)
-            for name, look in _LOOKS.items()
-        ),
-        *(Visit(path=path, steps=steps, file=output / f"{name}.png") for name, path, steps in ways),
+        Visit(path=path, steps=steps, file=output / f"{name}.png", **_DESKTOP) for name, path, steps in ways
     ]
 
 
-async def _photograph(stage: Stage, output: Path) -> list[Path]:
+def dashboards(output: Path) -> list[Visit]:
+    """Return the dashboard on every screen."""
+    steps = (("wait", "fairhearth-card .lane"), ("settle",))
+    return [
+        Visit(path=dashboard.PATH, steps=steps, file=output / f"{name}.png", **look)
+        for name, look in _LOOKS.items()
+    ]
+
+
+async def _photograph(stage: Stage, visits: list[Visit]) -> list[Path]:
     tokens = await sign_in_tokens(stage.session, stage.home.url, ALICE)
-    reports = await visit(stage.home.url, tokens, visits(output))
+    reports = await visit(stage.home.url, tokens, visits)
     errors = [error for report in reports for error in report.errors]
     # Pictures of Home Assistant's own integrations come from the internet, which is left alone here.
     if faults := [error for error in errors if "/api/brands/" not in error]:

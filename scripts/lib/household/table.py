@@ -69,7 +69,10 @@ def _residents(snapshot: Mapping[str, Any]) -> Table:
 
 def _classes(snapshot: Mapping[str, Any], fifo: Mapping[str, Spread]) -> Table:
     table = Table(box=None, expand=True, header_style="bold cyan")
-    for header in ("Work", "Waits", "Is served", "First word", "19 of 20 within", "First come, first served"):
+    headers = ["Work", "Waits", "Is served", "First word", "19 of 20 within"]
+    if fifo:
+        headers.append("First come, first served")
+    for header in headers:
         table.add_column(header, justify="left" if header == "Work" else "right")
     for name, title in CLASSES.items():
         report = snapshot["classes"][name]
@@ -80,7 +83,7 @@ def _classes(snapshot: Mapping[str, Any], fifo: Mapping[str, Spread]) -> Table:
             _count(report["requests_running"], "green"),
             _seconds(times["p50"]),
             _seconds(times["p95"]),
-            _seconds(fifo[name].p95_s) if name in fifo else "-",
+            *([_seconds(fifo[name].p95_s) if name in fifo else "-"] if fifo else []),
         )
     return table
 
