@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Final, override
 
 import probatio
 
 from homeassistant.components import ai_task, conversation
+from homeassistant.components.ai_task.evaluation import EvaluationAnswer
+from homeassistant.const import CONF_MODEL
 from homeassistant.core import Context, HomeAssistant, callback
 from homeassistant.exceptions import HomeAssistantError
 from homeassistant.helpers.entity_platform import AddConfigEntryEntitiesCallback
 from homeassistant.util import slugify
 from homeassistant.util.json import JsonValueType, json_loads
 
+from .attribution import Attribution
 from .chat import schema_of
 from .const import DEFAULT_TASK_MAX_TOKENS, DOMAIN, SUBENTRY_AI_TASK
 from .coordinator import FairhearthConfigEntry
-from .engine_client import Finished
+from .engine_client import ChatRequest, EngineError, Finished, Message, WordOdds
 from .entity import AnswerFormat, FairhearthLLMEntity
+from .errors import as_home_assistant_error
+from .evaluation import MOST_ALTERNATIVES, alternatives_of, answer_to, messages_for, odds_of
 from .origin import async_origin_of_task
 
 PARALLEL_UPDATES = 0
@@ -38,7 +44,9 @@ async def async_setup_entry(
 class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
     """Generates data in the background of everyone who waits."""
 
-    _attr_supported_features = ai_task.AITaskEntityFeature.GENERATE_DATA
+    _attr_supported_features = (
+        ai_task.AITaskEntityFeature.GENERATE_DATA | ai_task.AITaskEntityFeature.EVALUATE
+    )
 
     @callback
     @override
@@ -66,6 +74,49 @@ class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
             conversation_id=chat_log.conversation_id,
             data=_structured(text, task.structure, finished) if task.structure else text,
         )
+
+    @override
+    async def _async_evaluate(self, task: ai_task.EvaluationTask) -> ai_task.EvaluationTaskResult:
+        """Answer each question with the odds of its alternatives."""
+        attribution = self._attribute(async_origin_of_task(_caller.get(), self.coordinator.context_users))
+        answers: dict[str, EvaluationAnswer] = {}
+        for key, question in task.questions.items():
+            num_alternatives = len(alternatives_of(question))
+            if num_alternatives > MOST_ALTERNATIVES:
+                raise HomeAssistantError(
+                    translation_domain=DOMAIN,
+                    translation_key="too_many_alternatives",
+                    translation_placeholders={"question": key, "most": str(MOST_ALTERNATIVES)},
+                )
+            words = await self._async_odds(messages_for(question, task.state), attribution)
+            odds = odds_of(num_alternatives, words)
+            if odds is None:
+                raise HomeAssistantError(translation_domain=DOMAIN, translation_key="no_answer")
+            answers[key] = answer_to(question, odds)
+        return ai_task.EvaluationTaskResult(answers=answers)
+
+    async def _async_odds(
+        self, messages: tuple[Message, ...], attribution: Attribution
+    ) -> tuple[tuple[str, float], ...]:
+        """Return how likely the model finds the words that could come next; raise a translated error."""
+        request = ChatRequest(
+            messages=messages,
+            resident=attribution.resident_id,
+            workload_class=attribution.workload_class,
+            model=self.subentry.data.get(CONF_MODEL),
+            max_tokens=1,
+            temperature=0,
+            num_odds=MOST_ALTERNATIVES,
+        )
+        words: tuple[tuple[str, float], ...] = ()
+        try:
+            async with aclosing(self.coordinator.async_chat(request)) as events:
+                async for event in events:
+                    if isinstance(event, WordOdds) and not words:
+                        words = event.words
+        except EngineError as err:
+            raise as_home_assistant_error(err) from err
+        return words
 
 
 def _structured(text: str, structure: probatio.Schema, finished: Finished | None) -> JsonValueType:

@@ -32,6 +32,7 @@ from .engine_client import (
     ToolCalled,
     ToolSpec,
     Usage,
+    WordOdds,
 )
 
 MAX_HELD_CHARACTERS: Final = 24
@@ -137,7 +138,7 @@ async def deltas(
                         yield {"content": held}
                         held = ""
                     on_finished(event)
-                case Usage():
+                case Usage() | WordOdds():
                     pass  # the engine's own measures in Finished say more
 
 

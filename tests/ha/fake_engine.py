@@ -100,6 +100,7 @@ class Answer:
     finish_reason: str | None = None  #: None: stop, or tool_calls where there are any
     refusal: EngineError | None = None  #: sent instead of a stream
     error: EngineError | None = None  #: sent in the stream, after the pieces
+    odds: Mapping[str, float] | None = None  #: log probabilities, told with the first piece
     drop: bool = False  #: close the connection after the pieces
     hold: asyncio.Event | None = None  #: wait for it after the first piece
     hold_first: bool = False  #: wait before the first piece instead
@@ -532,7 +533,7 @@ class FakeEngine:
         if answer.reasoning:
             await _write(response, {"reasoning_content": answer.reasoning})
         for index, piece in enumerate(answer.pieces):
-            await _write(response, {"content": piece})
+            await _write(response, {"content": piece}, odds=None if index else answer.odds)
             if index == 0 and answer.hold is not None:
                 await answer.hold.wait()
         if answer.drop:
@@ -584,6 +585,7 @@ async def _write(
     *,
     finish_reason: str | None = None,
     fairhearth: Mapping[str, Any] | None = None,
+    odds: Mapping[str, float] | None = None,
 ) -> None:
     chunk: dict[str, Any] = {
         "id": "chatcmpl-r1",
@@ -592,6 +594,11 @@ async def _write(
         "model": "SmolLM2-135M-Instruct",
         "choices": [{"index": 0, "delta": dict(delta), "finish_reason": finish_reason}],
     }
+    if odds is not None:
+        top = [
+            {"token": token, "logprob": value, "bytes": list(token.encode())} for token, value in odds.items()
+        ]
+        chunk["choices"][0]["logprobs"] = {"content": [{**top[0], "top_logprobs": top}]}
     if fairhearth is not None:
         chunk["fairhearth"] = dict(fairhearth)
     await response.write(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode())

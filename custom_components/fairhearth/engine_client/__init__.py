@@ -53,6 +53,7 @@ from .protocol import (
     ToolCalled,
     ToolSpec,
     Usage,
+    WordOdds,
     check_schema_version,
 )
 from .reading import JsonObject, JsonValue
@@ -111,6 +112,7 @@ __all__ = [
     "UnknownModel",
     "UnknownResident",
     "Usage",
+    "WordOdds",
     "WrongCode",
     "check_schema_version",
 ]

@@ -211,6 +211,7 @@ class ChatRequest:
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    num_odds: int | None = None  #: tell how likely so many words were at each place, at most 20
     json_schema_name: str | None = None
     json_schema: JsonObject | None = None  #: the answer must be JSON of this schema
 
@@ -227,6 +228,9 @@ class ChatRequest:
         }
         if self.tools:
             body["tools"] = [tool.as_wire() for tool in self.tools]
+        if self.num_odds is not None:
+            body["logprobs"] = True
+            body["top_logprobs"] = self.num_odds
         if self.json_schema is not None:
             body["response_format"] = {
                 "type": "json_schema",
@@ -287,6 +291,13 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WordOdds:
+    """How likely the likeliest words were at one place of the answer."""
+
+    words: tuple[tuple[str, float], ...]  #: token and the logarithm of its probability
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningDelta:
     """Some more of what the model thinks before it answers, never empty; not meant to be spoken."""
 
@@ -321,7 +332,7 @@ class Usage:
     cached_tokens: int
 
 
-type ChatEvent = Accepted | TextDelta | ReasoningDelta | ToolCalled | Finished | Usage
+type ChatEvent = Accepted | WordOdds | TextDelta | ReasoningDelta | ToolCalled | Finished | Usage
 
 
 def chat_events(body: object) -> list[ChatEvent]:
@@ -341,6 +352,8 @@ def chat_events(body: object) -> list[ChatEvent]:
             events.append(ReasoningDelta(text=thought))
         if delta.has("content") and (text := delta.text("content")):
             events.append(TextDelta(text=text))
+        if choice.has("logprobs"):
+            events.extend(map(_odds, choice.reader("logprobs").readers("content")))
         if delta.has("tool_calls"):
             events.extend(ToolCalled(call=_tool_call(call)) for call in delta.readers("tool_calls"))
         if choice.has("finish_reason"):
@@ -348,6 +361,11 @@ def chat_events(body: object) -> list[ChatEvent]:
     if reader.has("usage"):
         events.append(_usage(reader.reader("usage")))
     return events
+
+
+def _odds(place: Reader) -> WordOdds:
+    top = place.readers("top_logprobs")
+    return WordOdds(words=tuple((word.text("token"), word.number("logprob")) for word in top))
 
 
 def _accepted(reader: Reader) -> Accepted:
