@@ -1,8 +1,8 @@
 """Turns a question with alternatives into one word to predict, and the model's odds for it into an answer.
 
 Each alternative gets a letter. The model is not asked to reason but for the next letter; how likely it finds
-each is the answer. What it would rather have said than a letter is left out, and the letters' odds are made to
-add up to 1. Pure.
+each is the answer. What it would rather have said than a letter is left out, and the letters' odds are made
+to add up to 1. Pure.
 """
 
 from __future__ import annotations
