@@ -52,6 +52,7 @@ export class FairhearthViewStrategy extends HTMLElement {
     const waiting = [card("waiting")];
     if (household?.entities["sensor.jobs"]) now.push(card("jobs"));
     if (household) {
+      now.push(...controlCards(household, hass));
       shares.push(...engineCards(household, hass));
       waiting.push(...firstWordGraph(household, config, hass));
     }
@@ -75,24 +76,30 @@ function firstWordGraph({ entities }, config, hass) {
   return titled(say("first_words"), [graph]);
 }
 
-function engineCards(household, hass) {
-  const say = (key) => text(hass.locale?.language ?? hass.language, key);
-  const controls = Object.values(household.entities).filter((id) => CONTROL_DOMAINS.includes(id.split(".")[0]));
-  return [
-    ...titled(say("engine"), tiles(household.entities, ENGINE_TILES)),
-    ...titled(say("controls"), controls.sort().map((id) => tile(id, 12))),
-  ];
+function engineCards({ entities }, hass) {
+  return titled(text(hass.locale?.language ?? hass.language, "engine"), tiles(entities, ENGINE_TILES));
+}
+
+function controlCards({ entities }, hass) {
+  const cards = controlsOf(entities).map((id) => tile(id, 12));
+  return titled(text(hass.locale?.language ?? hass.language, "controls"), cards);
+}
+
+/** Return what can be set or pressed, in a lasting order. */
+function controlsOf(entities) {
+  return Object.values(entities)
+    .filter((id) => CONTROL_DOMAINS.includes(id.split(".")[0]))
+    .sort();
 }
 
 function detailsView(config, hass) {
   const household = householdOf(hass, config.device);
   const sections = (household?.residents ?? []).map(({ name, entities }) => {
-    const own = Object.values(entities).filter((id) => CONTROL_DOMAINS.includes(id.split(".")[0]));
     const waits = ["sensor.queue_time_p95", "sensor.time_to_first_token_p95"].map((key) => entities[key]).filter(Boolean);
     const graph = { type: "history-graph", hours_to_show: config.hours ?? DEFAULT_HOURS, entities: waits };
     return {
       type: "grid",
-      cards: [...titled(name, [...tiles(entities, RESIDENT_TILES), ...own.sort().map((id) => tile(id, 6))]), graph],
+      cards: [...titled(name, [...tiles(entities, RESIDENT_TILES), ...controlsOf(entities).map((id) => tile(id, 6))]), graph],
     };
   });
   return { type: "sections", max_columns: 3, sections };
@@ -107,7 +114,8 @@ function tiles(entities, keys) {
 }
 
 function tile(entity, columns) {
-  return { type: "tile", entity, name: { type: "entity" }, vertical: false, grid_options: { columns, rows: 1 } };
+  const isButton = entity.startsWith("button."); // whose state is only when it was pressed last
+  return { type: "tile", entity, name: { type: "entity" }, hide_state: isButton, grid_options: { columns, rows: 1 } };
 }
 
 /** Return how the new-dashboard dialog shows the strategy; its texts are read when it is opened. */

@@ -14,7 +14,7 @@ URL_PATH: Final = "fairhearth-home"
 PATH: Final = f"/{URL_PATH}/home"
 TITLE: Final = "Fair share"
 
-STRATEGY: Final = {"type": "custom:fairhearth", "hours": 0.25}
+STRATEGY: Final = {"type": "custom:fairhearth", "hours": 0.1}
 """A demonstration is over in minutes; the integration's own default is a day."""
 
 _CLASSES: Final = {"voice": "Spoken", "chat": "Typed", "background": "In the background"}

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from household import dashboard, table, workload
 from household.browser import BrowserFailed, Visit, visit
+from household.documents import DOCUMENTS
 from household.homeassistant import sign_in_tokens
 from household.phases import pace, plan_for, run_idle_commands
 from household.places import ROOT
@@ -77,6 +78,9 @@ async def _photograph_evening(stage: Stage, plan: list[workload.Arrival], output
     """Repeat the evening until every picture is taken in the middle of one."""
     scene = table.Scene(title="An evening")
     working = asyncio.create_task(_evenings(stage, plan, scene))
+    for document in DOCUMENTS[:2]:
+        job = {"title": document.title, "text": document.instructions, "max_tokens": 400}
+        await stage.household.socket.act("fairhearth.submit_summary", job)
     try:
         await asyncio.sleep(max(arrival.at_s for arrival in plan) * 0.6 + 2)
         terminal = output / "demo-terminal.svg"
