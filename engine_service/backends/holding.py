@@ -43,7 +43,7 @@ class Live:
 class Part:
     """What one request has in the iteration under way."""
 
-    __slots__ = ("is_chunk", "is_last", "live", "num_tokens", "output_row")
+    __slots__ = ("is_chunk", "is_last", "live", "num_done", "num_tokens", "output_row")
 
     def __init__(self, live: Live, num_tokens: int, *, is_chunk: bool) -> None:
         """Plan num_tokens (>= 1) more of the request's tokens."""
@@ -52,6 +52,7 @@ class Part:
         self.is_chunk = is_chunk  #: ordered as a prefill
         #: every token of the sequence is stored after this, so the next one can be chosen
         self.is_last = live.num_stored + num_tokens == live.generation.num_tokens
+        self.num_done = 0  #: of num_tokens, stored so far
         self.output_row = -1  #: the backend's row of logits; -1: none
 
     @property

@@ -128,10 +128,8 @@ class PrefixStore:
             del self._cached[sequence_id]
         return repeated
 
-    def take_oldest(self) -> int | None:
-        """Forget the cached sequence that is missed least; return its id, None if nothing is cached."""
+    def take_oldest(self) -> Stored | None:
+        """Forget the cached sequence that is missed least and return it, None if nothing is cached."""
         ownerless = (i for i, stored in self._cached.items() if stored.owner is None)
         sequence_id = next(ownerless, next(iter(self._cached), None))
-        if sequence_id is not None:
-            del self._cached[sequence_id]
-        return sequence_id
+        return None if sequence_id is None else self._cached.pop(sequence_id)

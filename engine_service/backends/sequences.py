@@ -10,13 +10,19 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine_service.backends.base import BackendError
 from engine_service.backends.generation import Vocabulary
 from engine_service.backends.holding import Live, RequestHolder
+from engine_service.backends.parking import Parking
 from engine_service.backends.prefixes import Stored, best_match
 from engine_service.scheduling.model import RequestId
+
+_WORTH_FETCHING: Final = 32  #: tokens; fewer are computed again as fast
 
 
 class CellStore(Protocol):
@@ -48,6 +54,14 @@ class CellStore(Protocol):
         """Let the target, which stores exactly start tokens, hold the source's slots [start, end) too."""
         ...
 
+    def save(self, sequence_id: int) -> NDArray[np.uint8]:
+        """Return all that the sequence stores, to be loaded again; empty if the device cannot do that."""
+        ...
+
+    def load(self, sequence_id: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
+        """Store a saved sequence of num_tokens tokens under an id that stores nothing; False: no room."""
+        ...
+
 
 class SequenceHolder(RequestHolder):
     """Requests, their sequences, pinned prefixes and the automatic cache of one `CellStore`."""
@@ -60,10 +74,12 @@ class SequenceHolder(RequestHolder):
         num_sequence_ids: int,
         max_sequences: int,
         max_idle_cells: int,
+        parking_bytes: int = 0,
     ) -> None:
         """Use the store's sequences 0 to num_sequence_ids - 1; max_sequences of them are for requests.
 
-        Finished sequences stay cached in at most max_idle_cells cells (the newest in any case).
+        Finished sequences stay cached in at most max_idle_cells cells (the newest in any case); those given
+        up there are parked in at most parking_bytes of host memory.
         """
         super().__init__(
             vocabulary=vocabulary,
@@ -75,6 +91,7 @@ class SequenceHolder(RequestHolder):
         self._num_ids = num_sequence_ids
         self._free_ids = list(range(num_sequence_ids - 1, -1, -1))
         self._max_idle_cells = max_idle_cells
+        self._parking = Parking(parking_bytes)
 
     # -- facts -----------------------------------------------------------------------------------------
 
@@ -88,6 +105,16 @@ class SequenceHolder(RequestHolder):
     def num_cells_cached(self) -> int:
         """Token slots held by nothing but the automatic cache."""
         return self._cells.num_cells - self._cells.num_free - self.num_cells_held
+
+    @property
+    def max_idle_cells(self) -> int:
+        """Token slots that sequences of finished requests may keep in all, if they are more than one."""
+        return self._max_idle_cells
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences that were moved to host memory."""
+        return len(self._parking)
 
     @property
     def num_sequence_ids(self) -> int:
@@ -112,9 +139,10 @@ class SequenceHolder(RequestHolder):
             raise AssertionError(f"tokens (stored, accounted) differ by sequence: {wrong}")
 
     def drop_cache(self) -> None:
-        """Give up every sequence that is only cached."""
-        while self._evict():
+        """Give up every sequence that is only cached, parked ones included."""
+        while self._evict(parks=False):
             pass
+        self._parking.clear()
 
     # -- a request's life ------------------------------------------------------------------------------
 
@@ -164,9 +192,14 @@ class SequenceHolder(RequestHolder):
         if pinned is not None:
             self._cells.share(pinned.sequence_id, sequence_id, 0, num_pinned)
         other, num_shared = best_match(tokens, self._reusable())
+        fetched = self._fetch(tokens, better_than=max(num_pinned, num_shared))
+        if fetched is not None:
+            other, num_shared = fetched
         if other is not None and num_shared > num_pinned:
             self._cells.share(other.sequence_id, sequence_id, num_pinned, num_shared)
             self._prefixes.touch(other.sequence_id)
+        if fetched is not None:
+            self._free(fetched[0].sequence_id)  # what the request does not share of it stays parked
         live.sequence_id, live.reserved = sequence_id, reserved_tokens
         live.num_stored = max(num_pinned, num_shared)
 
@@ -184,13 +217,34 @@ class SequenceHolder(RequestHolder):
             raise ValueError(f"{self._max_sequences} requests hold a sequence already")
         return self._free_ids.pop()
 
-    def _evict(self) -> bool:
-        """Give the oldest cached sequence up; return whether there was one."""
-        sequence_id = self._prefixes.take_oldest()
-        if sequence_id is None:
+    def _evict(self, *, parks: bool = True) -> bool:
+        """Give the oldest cached sequence up, if possible to host memory; return whether there was one."""
+        stored = self._prefixes.take_oldest()
+        if stored is None:
             return False
-        self._free(sequence_id)
+        if parks and self._parking.is_open and len(stored.tokens) >= _WORTH_FETCHING:
+            data = self._cells.save(stored.sequence_id)
+            if len(data):
+                self._parking.put(stored.tokens, data)
+        self._free(stored.sequence_id)
         return True
+
+    def _fetch(self, tokens: NDArray[np.int32], *, better_than: int) -> tuple[Stored, int] | None:
+        """Bring a parked sequence back if it shares clearly more with the tokens; return it and how much.
+
+        Nothing that is cached is given up for it: without free cells or ids there is no fetching.
+        """
+        parked, num_shared = self._parking.best_match(tokens)
+        if parked is None or num_shared < better_than + _WORTH_FETCHING:
+            return None
+        if not self._free_ids or self._cells.num_free < len(parked.tokens):
+            return None
+        sequence_id = self._free_ids.pop()
+        if not self._cells.load(sequence_id, parked.data, len(parked.tokens)):
+            self._free_ids.append(sequence_id)
+            return None
+        self._parking.touch(parked)
+        return Stored(sequence_id=sequence_id, tokens=parked.tokens), num_shared
 
     def _free(self, sequence_id: int) -> None:
         self._cells.cut(sequence_id, 0)

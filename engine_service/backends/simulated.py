@@ -228,6 +228,18 @@ class SlotStore:
         if not length:
             self._tables.pop(sequence_id)
 
+    def save(self, sequence_id: int) -> NDArray[np.uint8]:
+        """Return what the sequence stores as bytes."""
+        return self.read(sequence_id).view(np.uint8)
+
+    def load(self, sequence_id: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
+        """Store saved tokens under an empty id; False: no room."""
+        tokens = data.view(np.int32)
+        if len(tokens) != num_tokens or num_tokens > self.num_free:
+            return False
+        self.write(sequence_id, tokens)
+        return True
+
     def _table(self, sequence_id: int) -> NDArray[np.int64]:
         return self._tables.get(sequence_id, np.zeros(0, dtype=np.int64))
 
@@ -243,6 +255,7 @@ class SimulatedBackend(SequenceHolder):
         max_sequences: int = 16,
         page_tokens: int = 32,
         micro_batch: int = 128,
+        parking_bytes: int = 0,
         name: str = "simulated",
         advance: Advance | None = None,
     ) -> None:
@@ -288,6 +301,7 @@ class SimulatedBackend(SequenceHolder):
             num_sequence_ids=4 * max_sequences,
             max_sequences=max_sequences,
             max_idle_cells=context_tokens // 8,
+            parking_bytes=parking_bytes,
         )
 
     # -- facts -----------------------------------------------------------------------------------------

@@ -98,7 +98,11 @@ def backend(request: pytest.FixtureRequest) -> Iterator[AnyBackend]:
         yield request.getfixturevalue(request.param)
         return
     simulated = SimulatedBackend(
-        context_tokens=CONTEXT_TOKENS, max_sequences=MAX_SEQUENCES, micro_batch=32, advance=lambda s: s
+        context_tokens=CONTEXT_TOKENS,
+        max_sequences=MAX_SEQUENCES,
+        micro_batch=32,
+        parking_bytes=2**20,
+        advance=lambda s: s,
     )
     yield simulated
     simulated.check()
@@ -125,4 +129,4 @@ def forget_everything(backend: AnyBackend) -> None:
 
 def assert_empty(backend: AnyBackend) -> None:
     assert not backend.request_ids
-    assert backend.num_cells_held == backend.num_cells_cached == 0
+    assert backend.num_cells_held == backend.num_cells_cached == backend.num_parked == 0

@@ -9,6 +9,7 @@ were not refilled out of order. Where a test refills cells it compares up to nea
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
@@ -292,11 +293,49 @@ def test_finished_sequences_leave_most_of_the_store_empty(backend: AnyBackend, d
     """Idle cells slow every row down, so the cache is bounded; its newest sequence stays in any case."""
     for number in range(12):
         driver.run(driver.order(f"r{number}", (300 + number, *range(40, 80)), 0))
-    assert backend.num_cells_cached == 256 // 41 * 41
+    assert backend.num_cells_cached == backend.max_idle_cells // 41 * 41
     assert driver.admit(driver.order("again", (311, *range(40, 80)), 1)) == 40
     backend.release(rid("again"))
     driver.run(driver.order("big", (299, *itertools.islice(itertools.cycle(range(40, 80)), 299)), 0))
     assert backend.num_cells_cached == 300
+
+
+def many(num_tokens: int) -> Iterator[int]:
+    """Yield so many token ids that every backend knows."""
+    return itertools.islice(itertools.cycle(range(40, 80)), num_tokens)
+
+
+def test_what_left_the_cache_is_fetched_from_host_memory(backend: AnyBackend, driver: Driver) -> None:
+    """Who goes on with a conversation of an hour ago computes only the new turn, and reads the same text."""
+    orders = [driver.order(f"r{n}", (300 + n, *range(40, 140)), 4) for n in range(6)]
+    texts = [driver.run(order).token_ids for order in orders]
+    assert backend.num_parked >= 3
+    first = (*orders[0].prompt_ids, *texts[0], 77, 78)
+    assert driver.admit(driver.order("turn 2", first, 4)) == len(orders[0].prompt_ids) + 3
+    assert backend.num_cells_held == len(orders[0].prompt_ids) + 3, "no second copy stays in the cache"
+    driver.finish("turn 2")
+    backend.drop_cache()
+    fresh = driver.run(driver.order("fresh", first, 4))
+    assert driver.outputs[rid("turn 2")].token_ids == fresh.token_ids
+
+
+def test_a_fetched_sequence_shares_the_pinned_cells_themselves(backend: AnyBackend, driver: Driver) -> None:
+    driver.run(driver.order("pin", tuple(range(40, 100)), 0, keep_prefix=True))
+    for number in range(8):
+        driver.run(driver.order(f"r{number}", (*range(40, 100), 300 + number, *range(140, 199)), 0))
+    assert backend.num_parked
+    assert driver.admit(driver.order("back", (*range(40, 100), 300, *range(140, 199), 7), 2)) == 120
+    assert backend.num_cells_held == 120, "60 pinned, 60 of its own"
+
+
+def test_nothing_is_fetched_where_there_is_no_room(backend: AnyBackend, driver: Driver) -> None:
+    driver.run(driver.order("old", (300, *many(300)), 0))
+    driver.run(driver.order("newer", (301, *many(100)), 0))
+    assert backend.num_parked == 1
+    for number in range(4):
+        driver.admit(driver.order(f"r{number}", (310 + number, *many(459)), 4))
+        driver.step(chunks={f"r{number}": 460})
+    assert driver.admit(driver.order("again", (300, *many(300)), 2), reserved_tokens=60) == 0
 
 
 def test_what_a_preempted_request_comes_back_for_is_given_up_last(

@@ -1,14 +1,14 @@
 """One llama.cpp context driven iteration by iteration, as `base.Backend`.
 
-Decides nothing about who runs. One `step` is one llama_decode over exactly the rows it was told: one row per
-decoding request and a run of rows per chunk. An aborted step keeps what llama.cpp's finished micro-batches
-stored and reports exactly that.
+Decides nothing about who runs. One `step` computes exactly the rows it was told: first, in one llama_decode,
+the requests that decode (one row each), then the chunks of prompts in one llama_decode per micro-batch. An
+aborted step keeps what was decoded and the micro-batches that were over, and reports exactly that.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -35,24 +35,36 @@ from engine_service.scheduling.model import Capacity, RequestId
 PAGE_TOKENS: Final = 32
 _MAX_SEQUENCE_IDS: Final = 256  # LLAMA_MAX_SEQ
 _MIN_SEQUENCE_IDS: Final = 64
-_IDLE_PART: Final = 8  # 3000 idle cells of 8192 make 8 decoding sequences a fifth slower (1 thread, measured)
+# What nobody uses slows everybody: 750 idle cells make 8 decoding sequences a seventh slower (measured).
+_IDLE_PART: Final = 32
+_PARKING_BYTES: Final = 256 * 2**20
+_FIRST_ROW_S: Final = 0.01  # a guess until a prompt was computed
 
 
 class LlamaCppBackend(SequenceHolder):
     """One GGUF model on the CPU."""
 
     def __init__(
-        self, model: Model, *, context_tokens: int, max_sequences: int, threads: int, micro_batch: int = 128
+        self,
+        model: Model,
+        *,
+        context_tokens: int,
+        max_sequences: int,
+        threads: int,
+        micro_batch: int = 128,
+        parking_bytes: int = _PARKING_BYTES,
     ) -> None:
         """Allocate a cache of context_tokens slots (rounded up by llama.cpp) for an opened model.
 
-        micro_batch is the work that an abort can lose (tokens); larger is a little faster. Raises ModelError
+        micro_batch is the work that an abort can lose (tokens); larger is a little faster. Finished sequences
+        are kept in at most parking_bytes of host memory, to be fetched by who asks on. Raises ModelError
         if the cache cannot be had, ValueError for counts that cannot be.
         """
         _check_counts(context_tokens=context_tokens, max_sequences=max_sequences, threads=threads)
         num_ids = min(_MAX_SEQUENCE_IDS, max(_MIN_SEQUENCE_IDS, 3 * max_sequences))
         self._model = model
         self._micro_batch = micro_batch
+        self._row_s = _FIRST_ROW_S  # seconds per prompt token, as last measured
         self._context = Context(
             model, num_cells=context_tokens, num_sequences=num_ids, micro_batch=micro_batch, threads=threads
         )
@@ -72,6 +84,7 @@ class LlamaCppBackend(SequenceHolder):
             num_sequence_ids=num_ids,
             max_sequences=max_sequences,
             max_idle_cells=self._context.num_cells // _IDLE_PART,
+            parking_bytes=parking_bytes,
         )
 
     def _describe_capacity(self, max_sequences: int) -> Capacity:
@@ -159,40 +172,84 @@ class LlamaCppBackend(SequenceHolder):
         """
         started = time.perf_counter()
         parts = self._plan(decode_ids, prefills)
-        if not parts:
-            return StepOutcome(outcomes=(), seconds=0.0)
-        self._compose(parts)
-        is_aborted = self._run(sum(part.num_tokens for part in parts)) == ABORTED
-        outcomes = self._collect_aborted(parts) if is_aborted else self._collect(parts)
+        with self._context.step():
+            outcomes = self._decode([part for part in parts if not part.is_chunk])
+            chunks = [part for part in parts if part.is_chunk]
+            outcomes += self._prefill(chunks)
         return StepOutcome(
-            outcomes=tuple(outcomes), seconds=time.perf_counter() - started, aborted=is_aborted
+            outcomes=tuple(outcomes),
+            seconds=time.perf_counter() - started,
+            aborted=any(part.num_done < part.num_tokens for part in chunks),
         )
 
-    def _compose(self, parts: list[Part]) -> None:
-        """Write the rows: prompts first, so that their whole micro-batches hold one sequence only.
+    def _decode(self, parts: list[Part]) -> list[SequenceOutcome]:
+        """Compute the next token of each, in a pass of their own that is over before the prompts' begins.
 
-        A micro-batch that mixes sequences computes attention over the cells of all of them for every row:
-        61 prompt rows with 3 decodes beside 4,000 cells took 750 ms, 64 prompt rows and then 3 decodes 505.
+        A micro-batch that mixes sequences computes attention over the cells of all of them for every row: 62
+        prompt rows with 3 decodes beside 2,000 cells took 411 ms, 62 prompt rows and then 3 decodes 245. And
+        what was decoded is not lost when speech stops the prompts.
         """
+        if not parts:
+            return []
+        self._compute([(part, 1) for part in parts])
+        return [self._settle(part, 1, self._row(part)) for part in parts]
+
+    def _prefill(self, parts: list[Part]) -> list[SequenceOutcome]:
+        """Compute chunks micro-batch by micro-batch until they are done or the step is aborted."""
+        outcomes = []
+        for pieces in _micro_batches(parts, self._micro_batch):
+            num_rows = sum([size for _, size in pieces])
+            started = time.perf_counter()
+            if self._compute(pieces, expected_s=num_rows * self._row_s) == ABORTED:
+                break
+            self._row_s = (time.perf_counter() - started) / num_rows
+            done = [part for part, _ in pieces if part.num_done == part.num_tokens]
+            outcomes += [self._settle(part, part.num_done, self._row(part)) for part in done]
+        left = [part for part in parts if part.num_done < part.num_tokens]
+        return outcomes + [self._settle(part, part.num_done, None) for part in left]
+
+    def _compute(self, pieces: list[tuple[Part, int]], *, expected_s: float | None = None) -> int:
+        """Compute so many more tokens of each part in one llama_decode; return 0 or ABORTED."""
+        self._compose(pieces)
+        code = self._run(sum([size for _, size in pieces]), expected_s=expected_s)
+        if code == 0:
+            for part, size in pieces:
+                self._context.append(part.live.sequence_id, size)
+                part.live.num_stored += size
+                part.num_done += size
+        return code
+
+    def _compose(self, pieces: list[tuple[Part, int]]) -> None:
         context = self._context
         context.begin()
-        for part in sorted(parts, key=lambda part: part.num_tokens == 1):
+        for part, size in pieces:
             live = part.live
-            start, wants_logits = live.num_stored, part.wants_logits
-            if part.num_tokens == 1 and wants_logits:
+            start = live.num_stored
+            wants_logits = part.wants_logits and part.num_done + size == part.num_tokens
+            if size == 1 and wants_logits:
                 part.output_row = context.add_token(live.sequence_id, live.generation.last_token, start)
             else:
-                tokens = live.generation.tokens(start, start + part.num_tokens)
+                tokens = live.generation.tokens(start, start + size)
                 part.output_row = context.add_chunk(
                     live.sequence_id, tokens, start, wants_logits=wants_logits
                 )
 
-    def _run(self, num_rows: int) -> int:
+    def _row(self, part: Part) -> NDArray[np.float32] | None:
+        """Return the logits behind the part's last token, valid until the next pass; None if not wanted."""
+        if part.output_row < 0:
+            return None
+        logits = self._context.logits()
+        if logits is None:
+            raise BackendError("llama.cpp computed the iteration but returned no logits")
+        row: NDArray[np.float32] = logits[part.output_row]
+        return row
+
+    def _run(self, num_rows: int, *, expected_s: float | None = None) -> int:
         context = self._context
         self._make_room(num_rows)
-        code = context.run()
+        code = context.run(expected_s=expected_s)
         while code == NO_ROOM and self._evict():
-            code = context.run()
+            code = context.run(expected_s=expected_s)
         if code == NO_ROOM:
             raise BackendError(
                 f"llama.cpp has no room for {num_rows} tokens though {context.num_free} slots should be free"
@@ -201,37 +258,23 @@ class LlamaCppBackend(SequenceHolder):
             raise BackendError(f"llama_decode failed ({code}): {self._model.library.recent_log()}")
         return code
 
-    def _collect(self, parts: list[Part]) -> list[SequenceOutcome]:
-        for part in parts:
-            self._context.append(part.live.sequence_id, part.num_tokens)
-            part.live.num_stored += part.num_tokens
-        logits = self._context.logits()
-        if logits is None and any(part.output_row >= 0 for part in parts):
-            raise BackendError("llama.cpp computed the iteration but returned no logits")
-        return [self._settle(part, part.num_tokens, _row(logits, part)) for part in parts]
 
-    def _collect_aborted(self, parts: list[Part]) -> list[SequenceOutcome]:
-        """Keep what finished micro-batches stored; a last token whose logits are lost is taken back.
-
-        llama.cpp itself rolls the micro-batch under way back and has copied the logits of finished ones.
-        """
-        context = self._context
-        logits = context.logits() if self._model.library.provider.keeps_logits_on_abort else None
-        outcomes = []
-        for part in parts:
-            live = part.live
-            kept = context.length(live.sequence_id) - live.num_stored
-            context.append(live.sequence_id, kept)
-            if kept == part.num_tokens and part.output_row >= 0 and logits is None:
-                kept -= 1
-                context.cut(live.sequence_id, live.num_stored + kept)
-            live.num_stored += kept
-            outcomes.append(self._settle(part, kept, _row(logits, part)))
-        return outcomes
-
-
-def _row(logits: NDArray[np.float32] | None, part: Part) -> NDArray[np.float32] | None:
-    return None if logits is None or part.output_row < 0 else logits[part.output_row]
+def _micro_batches(parts: list[Part], size: int) -> Iterator[list[tuple[Part, int]]]:
+    """Divide the parts' tokens, in order, into lists of (part, tokens) of at most size tokens together."""
+    pieces: list[tuple[Part, int]] = []
+    room = size
+    for part in parts:
+        left = part.num_tokens
+        while left:
+            taken = min(left, room)
+            pieces.append((part, taken))
+            left -= taken
+            room -= taken
+            if not room:
+                yield pieces
+                pieces, room = [], size
+    if pieces:
+        yield pieces
 
 
 def _check_counts(*, context_tokens: int, max_sequences: int, threads: int) -> None:

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_service.backends.base import ModelError
 
 NO_ROOM: Final = 1  #: `decode` found no cells; nothing was stored
@@ -46,7 +49,6 @@ class Provider:
     cpu_plugins: tuple[str, ...] = ()  #: ggml's CPU code where it is a file of its own
     needs_avx2: bool = False  #: built for x86 processors with AVX2
     has_moe_cache: bool = False  #: llama_context_params carries `moe_cache_size`
-    keeps_logits_on_abort: bool = False  #: rows of finished micro-batches can be read after an abort
 
 
 PROVIDERS: Final = (
@@ -58,7 +60,6 @@ PROVIDERS: Final = (
         cpu_plugins=("bin/libggml-cpu.so", "bin/libggml-cpu*.dylib", "bin/ggml-cpu*.dll"),
         needs_avx2=True,
         has_moe_cache=True,
-        keeps_logits_on_abort=True,
     ),
     Provider(
         package="llama-cpp-python",
@@ -73,7 +74,6 @@ PROVIDERS: Final = (
         libraries=("xllamacpp*.so", "xllamacpp*.pyd"),
         needs_avx2=True,
         has_moe_cache=True,
-        keeps_logits_on_abort=True,
     ),
 )
 """In order of preference. A version that is not listed is not used: layouts change between releases."""
@@ -252,6 +252,9 @@ class Library:
             "llama_memory_seq_rm": (flag, (ptr, i32, i32, i32)),
             "llama_memory_seq_cp": (None, (ptr, i32, i32, i32, i32)),
             "llama_memory_seq_pos_max": (i32, (ptr, i32)),
+            "llama_state_seq_get_size": (size, (ptr, i32)),
+            "llama_state_seq_get_data": (size, (ptr, ptr, size, i32)),
+            "llama_state_seq_set_data": (size, (ptr, ptr, size, i32)),
         }
         for name, (result, arguments) in table.items():
             try:
@@ -455,6 +458,16 @@ class Library:
     def last_position(self, memory: int, sequence_id: int) -> int:
         """Return the greatest stored position of a sequence; -1 if it is empty."""
         return int(self._lib.llama_memory_seq_pos_max(memory, sequence_id))
+
+    def save_sequence(self, context: int, sequence_id: int) -> NDArray[np.uint8]:
+        """Return what a sequence stores as bytes; empty if the library refuses."""
+        data = np.empty(int(self._lib.llama_state_seq_get_size(context, sequence_id)), dtype=np.uint8)
+        written = self._lib.llama_state_seq_get_data(context, data.ctypes.data, data.nbytes, sequence_id)
+        return data[:written]
+
+    def load_sequence(self, context: int, sequence_id: int, data: NDArray[np.uint8]) -> bool:
+        """Store saved bytes under an empty sequence; False (and it stays empty) if there is no room."""
+        return bool(self._lib.llama_state_seq_set_data(context, data.ctypes.data, data.nbytes, sequence_id))
 
     # -- files -----------------------------------------------------------------------------------------
 

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_service.backends.base import ModelError
-from engine_service.backends.llama_cpp.binding import Batch
+from engine_service.backends.llama_cpp.binding import ABORTED, Batch
 from engine_service.backends.llama_cpp.cells import CellAccounts
 from engine_service.backends.llama_cpp.model import Model
 
 _INT32_BYTES: Final = 4
+#: A run that should be over by then is not stopped: what speech would win is less than what would be lost.
+_PATIENCE_S: Final = 0.12
 
 
 class Context:
@@ -46,7 +50,8 @@ class Context:
         self._allocate_batch()
         self._abort_flag = ctypes.create_string_buffer(2)
         self._abort_lock = threading.Lock()
-        self._is_running = False
+        self._is_stepping = self._was_aborted = False
+        self._started_at, self._expected_s = 0.0, None  # type: float, float | None
         library.set_abort_flag(handle, ctypes.addressof(self._abort_flag))
 
     def _allocate_batch(self) -> None:
@@ -105,24 +110,48 @@ class Context:
         self._num_outputs += 1
         return self._num_outputs - 1
 
-    def run(self) -> int:
-        """Compute the batch; return 0, `NO_ROOM`, `ABORTED` or a negative error of llama.cpp."""
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Make `abort` count from here to the end of the block, whichever `run` it meets."""
+        with self._abort_lock:
+            self._is_stepping, self._was_aborted = True, False
+        try:
+            yield
+        finally:
+            with self._abort_lock:
+                self._is_stepping = False
+
+    def run(self, *, expected_s: float | None = None) -> int:
+        """Compute the batch; return 0, `NO_ROOM`, `ABORTED` (nothing stored) or an error of llama.cpp.
+
+        With expected_s, how long this should take, it may be stopped by `abort`; without, an abort meanwhile
+        lets it end and stops the step's next one that may be stopped.
+        """
         self._batch.n_tokens = self._num_rows
         with self._abort_lock:
+            if expected_s is not None and self._was_aborted:
+                return ABORTED
             self._abort_flag[0] = b"\0"
-            self._is_running = True
+            self._started_at, self._expected_s = time.monotonic(), expected_s
         try:
             code = self._library.decode(self._handle, self._batch)
             self._library.synchronize(self._handle)
         finally:
             with self._abort_lock:
-                self._is_running = False
+                self._expected_s = None
         return code
 
     def abort(self) -> None:
-        """Stop the `run` under way within milliseconds (any thread); nothing happens if none is."""
+        """Stop the `step` under way (any thread): at once, or where the `run` under way is nearly over, then.
+
+        Nothing happens if none is.
+        """
         with self._abort_lock:
-            if self._is_running:
+            self._was_aborted = self._is_stepping
+            if self._expected_s is None:
+                return
+            left_s = self._started_at + self._expected_s - time.monotonic()
+            if not -self._expected_s / 2 <= left_s <= _PATIENCE_S:
                 self._abort_flag[0] = b"\1"
 
     def logits(self) -> NDArray[np.float32] | None:
@@ -166,6 +195,17 @@ class Context:
         """Let the target hold the source's cells [start, end) too, without computing or copying."""
         self._library.copy(self._memory, source_id, target_id, start, end)
         self.cells.share(source_id, target_id, start, end)
+
+    def save(self, sequence_id: int) -> NDArray[np.uint8]:
+        """Return all that the sequence stores, about 20 us per token; empty if llama.cpp refuses."""
+        return self._library.save_sequence(self._handle, sequence_id)
+
+    def load(self, sequence_id: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
+        """Store a saved sequence of num_tokens tokens under an empty id; False: no room."""
+        if not self._library.load_sequence(self._handle, sequence_id, data):
+            return False
+        self.cells.append(sequence_id, num_tokens)
+        return True
 
     def set_threads(self, threads: int) -> None:
         """Compute with that many threads from now on."""
