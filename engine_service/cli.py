@@ -22,6 +22,7 @@ from typing import Final
 from engine_service import __version__
 from engine_service.backends.base import Backend, BackendError, ModelError
 from engine_service.commands import config, doctor, plan, policy, top
+from engine_service.engine.ledger import Ledger
 from engine_service.engine.loop import Engine
 from engine_service.errors import SettingsError
 from engine_service.identity.command import add_token_commands, run_pair, run_token
@@ -192,7 +193,7 @@ def _serve(settings: Settings, state: StateFolder, load_again: Callable[[], Sett
     bound = _bound(settings)
     try:
         backend = _opened(settings)
-        engine = _engine(settings, merged(settings.residents, kept), backend)
+        engine = _engine(settings, merged(settings.residents, kept), backend, state)
         has_failed = asyncio.run(_run(engine, settings, state, tokens, kept, bound, load_again))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
@@ -276,7 +277,9 @@ def _opened_exllamav2(settings: Settings) -> Backend:
     )
 
 
-def _engine(settings: Settings, residents: tuple[NamedResident, ...], backend: Backend) -> Engine:
+def _engine(
+    settings: Settings, residents: tuple[NamedResident, ...], backend: Backend, state: StateFolder
+) -> Engine:
     return Engine(
         backend,
         policy=settings.policy,
@@ -286,6 +289,7 @@ def _engine(settings: Settings, residents: tuple[NamedResident, ...], backend: B
         rebuild=lambda: _opened(settings),
         zone=settings.time_zone,
         event_log=settings.event_log,
+        ledger=Ledger(state.path),
         policy_name=settings.scheduler.value,
         patience_s=settings.model.max_iteration_s,
     )

@@ -1,5 +1,6 @@
 """The state folder: what the engine itself wrote and must find again after a restart.
 
+    ledger.0 .1      what was served: counters, quotas, totals (engine_service/engine/ledger.py)
     policy.json      the policies set through the API, the last one in force
     engine_id        who this engine is, for clients that remember it
     token            the bearer token made on the first start (mode 0600)

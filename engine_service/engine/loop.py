@@ -42,6 +42,7 @@ from engine_service.backends.base import (
 from engine_service.engine import memory
 from engine_service.engine.days import local_day
 from engine_service.engine.eventlog import EventLog
+from engine_service.engine.ledger import Ledger
 from engine_service.engine.metrics import Observer, Snapshot, Timers
 from engine_service.engine.outcomes import Asked, Misreported, judged
 from engine_service.engine.sessions import Accepted, Delta, Finished, Order, Session, SessionEvent, Timings
@@ -99,6 +100,7 @@ from engine_service.scheduling.model import (
     pages_for,
 )
 from engine_service.scheduling.scheduler import Scheduler
+from engine_service.scheduling.snapshot import SnapshotError
 
 _LOGGER = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 0.005
@@ -173,6 +175,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         zone: ZoneInfo | None = None,
         event_log: Path | None = None,
+        ledger: Ledger | None = None,
         window_s: float = 300.0,
         policy_name: str = "fairhearth",
         patience_s: float = 120.0,
@@ -193,6 +196,8 @@ class Engine:
         self._wall_clock = wall_clock
         self._day, self._day_ends_at = "", 0.0
         self._event_log = EventLog(event_log) if event_log else None
+        self._ledger = ledger
+        self._kept_given_up = 0
         self._observer = Observer(window_s, clock())
         self.policy_name = policy_name
         self._names: dict[ResidentId, str] = {**_FIXED_NAMES, **(names or {})}
@@ -232,12 +237,34 @@ class Engine:
             self._tell(PolicyChanged(policy=self._scheduler.state.policy))
             self._tell(ResidentsChanged(residents=self._initial_residents))
             self._tell(CapacityChanged(capacity=self._backend.capacity))
+            self._take_over_ledger()
         self._thread = self._new_thread()
         self._thread.start()
         self._see_day()
         task = self._loop.create_task(self._keep_ticking())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _take_over_ledger(self) -> None:
+        """Go on counting where an earlier engine stopped (lock held)."""
+        if self._ledger is None or (kept := self._ledger.load()) is None:
+            return
+        try:
+            self._scheduler.restore(kept.snapshot, now=self._clock(), elapsed_s=kept.elapsed_s)
+        except SnapshotError as error:
+            self._ledger.set_aside(str(error))
+        self._observer.begin_from(self._scheduler)
+
+    def _keep_ledger(self) -> None:
+        """Keep what was served until now (lock held)."""
+        if self._ledger is not None:
+            self._kept_given_up = self._num_given_up()
+            self._ledger.write(self._scheduler.snapshot(now=self._clock()))
+
+    def _num_given_up(self) -> int:
+        """Return how many requests ended without an iteration (lock held)."""
+        accounts = self._scheduler.state.class_accounts.values()
+        return sum(account.cancelled + account.rejected for account in accounts)
 
     def refuse_new_work(self) -> None:
         """Begin the end: what was taken goes on, nothing new is taken."""
@@ -263,10 +290,14 @@ class Engine:
         self._backend.abort()
         if thread is not None:
             await asyncio.to_thread(thread.join, _JOIN_S)
-        if self._event_log is not None:
-            with self._wakeup:
+        with self._wakeup:
+            if self._event_log is not None:
                 self._event_log.close()
                 self._event_log = None
+            if self._ledger is not None:
+                self._keep_ledger()
+                self._ledger.close()
+                self._ledger = None
         if thread is not None and thread.is_alive():
             _LOGGER.warning("The backend does not come to an end; its memory is freed with the process")
             return
@@ -799,6 +830,7 @@ class Engine:
                 IterationDone(results=tuple(results), seconds=outcome.seconds, aborted=outcome.aborted)
             )
             self._observer.iteration_done(self._scheduler, now=now)
+            self._keep_ledger()
             self._last_iteration_at = now
         # A slow reader is cut by its own session; this bounds what lies between thread and event loop.
         is_paced = self._undelivered.acquire(timeout=_TICK_S)
@@ -980,6 +1012,8 @@ class Engine:
                 if state.in_flight is None and state.total_waiting:
                     self._tell(Ticked())
                     self._wakeup.notify()
+                if self._num_given_up() != self._kept_given_up:
+                    self._keep_ledger()  # no iteration has come since
 
     def _watch(self) -> None:
         turn = self._turn if self._is_in_backend else None

@@ -108,6 +108,13 @@ class Observer:
         """Note the time a request of the resident spent waiting before it was admitted."""
         self._share(resident_id).waited_ms.add(int(seconds * 1000), now=now)
 
+    def begin_from(self, scheduler: Scheduler) -> None:
+        """Take what an earlier engine served as known, so that it is no sudden service now."""
+        accounts = scheduler.state.accounts
+        for resident_id, account in accounts.items():
+            self._share(resident_id).last_service = account.service
+        self._last_tokens = sum(account.tokens_served for account in accounts.values())
+
     def iteration_done(self, scheduler: Scheduler, *, now: float) -> None:
         """Take over what the core's ledger gained in the last iteration."""
         total = 0

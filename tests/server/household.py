@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from engine_service.backends.base import Backend
+from engine_service.engine.ledger import Ledger
 from engine_service.engine.loop import Engine
 from engine_service.server.residents import merged
 from engine_service.server.service import Service
@@ -170,6 +171,7 @@ async def household(
         residents=[entry.resident for entry in residents],
         names={entry.resident_id: entry.name for entry in residents},
         rebuild=rebuild,
+        ledger=Ledger(state.path),
     )
     service = build_service(engine, settings, state=state, tokens=settings.server.tokens, kept=kept)
     bound = bind("127.0.0.1", 0)
