@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -147,17 +148,27 @@ def keeps_headroom(state: State, *, num_pages: int, num_sequences: int, urgency:
         return True
     if not urgency:
         return False
-    lent = losable(state, at_least=1)
-    return missing_sequences <= len(lent) and missing_pages <= sum([r.pages for r in lent])
+    for record in losable(state, at_least=1):
+        missing_pages -= record.pages
+        missing_sequences -= 1
+        if missing_pages <= 0 and missing_sequences <= 0:
+            return True
+    return False
 
 
-def losable(state: State, *, at_least: int) -> list[Record]:
-    """Return who is no more urgent than that, may lose its pages and has made progress."""
-    return [
-        r
-        for r in state.holding.values()
-        if r.flow.urgency >= at_least and is_preemptible(state, r) and has_progressed(state, r)
-    ]
+def losable(state: State, *, at_least: int) -> Iterator[Record]:
+    """Yield who is no more urgent than that, may lose its pages and has made progress.
+
+    Progress is at least one page computed since the last admission.
+    """
+    page = state.known_capacity.page_tokens
+    for record in state.holding.values():
+        if (
+            record.flow.urgency >= at_least
+            and record.stored - record.stored_at_admission >= page
+            and is_preemptible(state, record)
+        ):
+            yield record
 
 
 def is_preemptible(state: State, record: Record) -> bool:
@@ -168,11 +179,6 @@ def is_preemptible(state: State, record: Record) -> bool:
         and not record.request.keep_prefix
         and record.preemptions < state.policy.max_preemptions
     )
-
-
-def has_progressed(state: State, record: Record) -> bool:
-    """Return whether it computed at least one page since its last admission."""
-    return record.stored - record.stored_at_admission >= state.known_capacity.page_tokens
 
 
 def may_run_more(state: State, record: Record) -> bool:

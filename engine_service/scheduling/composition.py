@@ -101,17 +101,22 @@ def _paced(
     decoding: tuple[Record, ...], prefilling: list[Record], ahead_s: float, *, now: float
 ) -> tuple[Record, ...]:
     """Leave out answers that are so far ahead of their readers that nobody notices, while others wait."""
-    kept = tuple([r for r in decoding if (spare := _spare_s(r, now=now)) is None or spare <= ahead_s])
+    spares = zip(decoding, _spares_s(decoding, now=now), strict=True)
+    kept = tuple([r for r, spare in spares if spare is None or spare <= ahead_s])
     # Somebody must be computed: an idle device helps nobody.
     return kept if kept or prefilling else decoding
 
 
-def _spare_s(record: Record, *, now: float) -> float | None:
-    """Return how long the reader could do without the next token; None if nobody reads along."""
-    target = record.flow.rules.inter_token_target_s
-    if target is None or record.first_token_at is None:
-        return None
-    return record.first_token_at + (record.length - record.request.prompt_tokens) * target - now
+def _spares_s(records: Iterable[Record], *, now: float) -> list[float | None]:
+    """Return how long each reader could do without the next token; None where nobody reads along."""
+    spares: list[float | None] = []
+    for r in records:
+        target, first_at = r.flow.rules.inter_token_target_s, r.first_token_at
+        if target is None or first_at is None:
+            spares.append(None)
+        else:
+            spares.append(first_at + (r.length - r.request.prompt_tokens) * target - now)
+    return spares
 
 
 def _slack_s(decoding: Iterable[Record], *, now: float) -> float | None:
@@ -120,8 +125,7 @@ def _slack_s(decoding: Iterable[Record], *, now: float) -> float | None:
     The deadline of output token n is fixed when the first one is out: first + n * target. A stream that
     ran ahead of its reader has slack to give to somebody's prompt.
     """
-    spares = [spare for r in decoding if (spare := _spare_s(r, now=now)) is not None]
-    return min(spares, default=None)
+    return min([spare for spare in _spares_s(decoding, now=now) if spare is not None], default=None)
 
 
 def _chunk_budget(

@@ -6,6 +6,7 @@ records) to be called by the engine now and then, where its answer becomes the "
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from engine_service.scheduling import admission
@@ -78,7 +79,7 @@ def _unit_bound(state: State) -> int:
 
 
 def _check_leads(state: State) -> None:
-    """P1: of two who wait in the same class, none gets further ahead than it was, or than the bound allows.
+    """P1: of two who wait in the same class, none gets ahead by more than the bound, or than it was before.
 
     The order compares counters of all service, so a resident who chatted all day is ahead of one who only
     waits for a summary, and waits for it to catch up. What it may not do is run further ahead, except by
@@ -90,26 +91,25 @@ def _check_leads(state: State) -> None:
         return
     if state.capacity is None:
         return
-    compared = [f for f in state.waiting_flows if f.urgency == f.own_urgency and not _is_limited(state, f)]
-    bound = lead_bound(state)
-    for flow in compared:
-        for other in compared:
-            if flow.urgency != other.urgency or flow.resident_id == other.resident_id:
+    bound, passing = lead_bound(state), admission.pass_allowance(state)
+    compared: dict[int, list[tuple[Flow, int, int]]] = {}
+    for flow in state.waiting_flows:
+        if flow.urgency == flow.own_urgency and not _is_limited(state, flow):
+            value = state.counters.value(flow.resident_id)
+            compared.setdefault(flow.urgency, []).append((flow, value, _out_of_order(state, flow)))
+    for rivals in compared.values():
+        for (flow, value, extra), (other, other_value, _) in itertools.permutations(rivals, 2):
+            if flow.resident_id == other.resident_id:
                 continue
-            spells = (state.epoch, flow.spell, other.spell)
-            difference = state.counters.value(flow.resident_id) - state.counters.value(other.resident_id)
-            extra = _out_of_order(state, flow)
+            spells, lead = (state.epoch, flow.spell, other.spell), value - other_value
             known = leads.get((flow, other))
             if known is None or known[0] != spells:
-                known = (spells, difference, extra)
+                known = (spells, lead, extra)
             state.leads[flow, other] = known
-            allowed = max(known[1], bound) + extra - known[2]
-            if difference > allowed:
-                raise InvariantBroken(
-                    "P1",
-                    f"{flow.resident_id} is {difference} ahead of {other.resident_id} in {flow.class_id}; "
-                    f"{allowed} is allowed",
-                )
+            allowed = bound + max(0, known[1] - passing) + extra - known[2]
+            if lead > allowed:
+                told = f"{lead} ahead of {other.resident_id} in {flow.class_id}; {allowed} is allowed"
+                raise InvariantBroken("P1", f"{flow.resident_id} is {told}")
 
 
 def _is_limited(state: State, flow: Flow) -> bool:

@@ -104,6 +104,7 @@ class Scheduler:
                 return self._iteration_done(event, now=now)
             case CapacityChanged():
                 self.state.capacity = event.capacity
+                self.state.epoch += 1
                 self.state.is_backend_up = True
                 self.state.pages.total = event.capacity.num_pages
                 return self._refuse_hopeless(now=now)

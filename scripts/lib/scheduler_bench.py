@@ -29,33 +29,35 @@ from engine_service.scheduling.model import (
 )
 from engine_service.scheduling.scheduler import Scheduler
 
-NUM_WAITING, NUM_RUNNING = 1_000, 64
-RESIDENTS = [ResidentId(f"resident{i}") for i in range(8)]
+NUM_RUNNING = 64
 # Spoken requests never wait here: they would be served at once and measure something else.
 CLASSES = [c for c in WorkloadClass if not c.is_spoken]
 ITERATION_S = 0.03
 
 
 class Load:
-    """A scheduler that always has NUM_WAITING requests waiting and NUM_RUNNING running."""
+    """A scheduler that always has num_waiting requests waiting and NUM_RUNNING running."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, num_waiting: int, num_residents: int) -> None:
         """Fill the queue and run until sequences come and go steadily."""
         self._random = random.Random(seed)
-        self._scheduler = Scheduler(Policy(max_waiting=10 * NUM_WAITING))
+        self._residents = [ResidentId(f"resident{i}") for i in range(num_residents)]
+        self._scheduler = Scheduler(Policy(max_waiting=10 * num_waiting))
         self._now = 1.0
         self._composed: Compose | None = None
         self._left: dict[RequestId, list[int]] = {}
         self._count = 0
         self.arrivals_s: list[float] = []
         self.iterations_s: list[float] = []
-        residents = tuple(Resident(resident_id=name, max_waiting=10 * NUM_WAITING) for name in RESIDENTS)
+        residents = tuple(
+            Resident(resident_id=name, max_waiting=10 * num_waiting) for name in self._residents
+        )
         self._handle(ResidentsChanged(residents=residents))
         capacity = Capacity(
             num_pages=100_000, page_tokens=32, max_sequences=NUM_RUNNING + 1, max_context_tokens=8192
         )
         self._handle(CapacityChanged(capacity=capacity))
-        for _ in range(NUM_WAITING + NUM_RUNNING):
+        for _ in range(num_waiting + NUM_RUNNING):
             self.arrive()
         for _ in range(400):
             self.iterate()
@@ -72,7 +74,7 @@ class Load:
         self._count += 1
         request = Request(
             request_id=RequestId(f"q{self._count:07d}"),
-            resident_id=self._random.choice(RESIDENTS),
+            resident_id=self._random.choice(self._residents),
             class_id=self._random.choice(CLASSES),
             prompt_tokens=self._random.randint(50, 400),
             max_tokens=self._random.randint(100, 300),
@@ -132,11 +134,17 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=3_000, help="decisions to time")
-    load = Load(seed=1)
-    for _ in range(parser.parse_args().iterations):
+    parser.add_argument("--waiting", type=int, default=1_000, help="requests that wait at any time")
+    parser.add_argument("--residents", type=int, default=8, help="residents they belong to")
+    given = parser.parse_args()
+    load = Load(seed=1, num_waiting=given.waiting, num_residents=given.residents)
+    for _ in range(given.iterations):
         load.iterate()
     waiting, running = load.counts
-    print(f"{waiting} waiting, {running} running, {len(RESIDENTS)} residents, {len(CLASSES)} classes")
+    print(f"{waiting} waiting, {running} running, {given.residents} residents, {len(CLASSES)} classes")
+    decisions = load.arrivals_s + load.iterations_s
+    shown = ", ".join(f"p{int(100 * p)} {percentile(decisions, p):6.0f} us" for p in (0.5, 0.95, 0.99))
+    print(f"{'all decisions':15} {len(decisions):6} calls   {shown}")
     for name, values in (("arrival", load.arrivals_s), ("iteration done", load.iterations_s)):
         shown = ", ".join(f"p{int(100 * p)} {percentile(values, p):6.0f} us" for p in (0.5, 0.95, 0.99))
         print(f"{name:15} {len(values):6} calls   {shown}")
