@@ -9,6 +9,7 @@ Knows no entity.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final, override
@@ -51,6 +52,9 @@ from .residents import ResidentRegistrar, structure_of
 RECONNECT_FIRST_S: Final = 1.0
 RECONNECT_MOST_S: Final = 30.0
 
+LISTENERS_AT_ONCE: Final = 100
+"""Entities written before others have their turn on the event loop."""
+
 type FairhearthConfigEntry = ConfigEntry[FairhearthCoordinator]
 
 
@@ -76,6 +80,8 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         self.issues = IssueKeeper(hass, self)
         self.jobs = JobWatcher(hass, entry, client)
         self._pace = Pace(hass, self._async_publish)
+        self._unwritten: deque[int] = deque()
+        self._next_slice: asyncio.Handle | None = None
         self._latest: FairnessSnapshot | None = None
 
     @override
@@ -95,6 +101,7 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         entry = self.config_entry
         entry.async_on_unload(self.hass.bus.async_listen(EVENT_CALL_SERVICE, self._async_note_user))
         entry.async_on_unload(self._pace.async_drop)
+        entry.async_on_unload(self._async_stop_writing)
         entry.async_create_background_task(
             self.hass, self._async_follow(), f"{DOMAIN}_follow_{entry.entry_id}"
         )
@@ -241,6 +248,28 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
             LOGGER.info("%s is back", self.name)
         if self._latest is not None:
             self.async_set_updated_data(self._latest)
+
+    @callback
+    @override
+    def async_update_listeners(self) -> None:
+        """Write the entities; many of them in slices, so that a large household holds nothing up."""
+        self._unwritten = deque(self._listeners)
+        if self._next_slice is None:
+            self._async_write_slice()
+
+    @callback
+    def _async_write_slice(self) -> None:
+        self._next_slice = None
+        for _ in range(min(LISTENERS_AT_ONCE, len(self._unwritten))):
+            if listener := self._listeners.get(self._unwritten.popleft()):
+                listener[0]()
+        if self._unwritten:
+            self._next_slice = self.hass.loop.call_soon(self._async_write_slice)
+
+    @callback
+    def _async_stop_writing(self) -> None:
+        if self._next_slice is not None:
+            self._next_slice.cancel()
 
     @callback
     def _async_lose(self, err: EngineError) -> None:
