@@ -22,7 +22,7 @@ from engine_service.simulator.summary import RunSummary
 ROOT: Final = Path(__file__).resolve().parents[2]
 JSON_NAME, PAGE_NAME = "results.json", "README.md"
 EVERYBODY: Final = ("default", "fifo", "fifo-chunked", "class_only", "vtc", "vllm-priority")
-POLICIES: Final = {"H1": EVERYBODY, "overload": ("default", "fifo", "fifo-chunked", "vtc")}
+POLICIES: Final = {"kitchen_light": EVERYBODY, "overload": ("default", "fifo", "fifo-chunked", "vtc")}
 USUAL: Final = ("default", "fifo")
 PICTURES: Final = ("kitchen_light", "homework")  #: of docs/policy.md
 CAPTIONS: Final = {"default": "Fairhearth", "fifo": "First come, first served"}
