@@ -457,6 +457,9 @@ class Engine:
         request_id = RequestId(f"r{next(self._ids):06d}")
         if not order.prompt_ids:
             raise InvalidRequest("the prompt is empty", param="messages")
+        for param, texts in (("stop", order.stop), ("banned_strings", order.banned)):
+            if "" in texts:
+                raise InvalidRequest(f"{param} must not hold an empty text", param=param)
         prompt_ids, healed = self._healed(order)
         length = len(prompt_ids)
         # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.

@@ -134,6 +134,8 @@ def _check(options: Options, context_tokens: int) -> None:
         raise ModelError(f"cache_type must be one of {', '.join(CACHE_TYPES)}, not {options.cache_type!r}")
     if options.chunk_tokens < 256 or options.chunk_tokens % 256:
         raise ModelError(f"chunk_tokens must be a multiple of 256, at least 256, not {options.chunk_tokens}")
+    if options.draft_path is not None and not options.draft_tokens:
+        raise ModelError("draft_path needs draft_tokens of at least 1; with 0 nothing is drafted")
 
 
 def _check_packages() -> None:
@@ -180,6 +182,34 @@ def _check_weights(path: Path) -> None:
             )
 
 
+def _check_draft(path: Path, draft_path: Path) -> None:
+    from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
+
+    own, drafting = DirectoryTokenizer(path), DirectoryTokenizer(_check_directory(draft_path))
+    if not own.has_vocabulary_of(drafting):
+        raise ModelError(
+            f"{draft_path}: a model that drafts must have the vocabulary of the one it drafts for "
+            f"({own.vocab_size} tokens); this one has another ({drafting.vocab_size} tokens)"
+        )
+
+
+def _check_lora(path: Path) -> None:
+    described = path / "adapter_config.json"
+    if not described.is_file():
+        raise ModelError(f"{path}: there is no adapter_config.json; give the folder of a LoRA adapter")
+    try:
+        config = json.loads(described.read_text("utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{described}: must be a JSON object with the numbers r and lora_alpha ({error})"
+        ) from error
+    if rank < 1 or alpha <= 0 or config.get("fan_in_fan_out"):
+        raise ModelError(f"{described}: r and lora_alpha must be above 0 and fan_in_fan_out must not be set")
+    if not (path / "adapter_model.bin").is_file():
+        _check_weights(path)
+
+
 # -- on the CPU ------------------------------------------------------------------------------------------
 
 
@@ -222,7 +252,12 @@ def _load(
 ) -> tuple[Loaded, bool]:
     """Return the model and whether its cache is paged."""
     path = _check_directory(model_path)
+    if options.draft_path is not None:
+        _check_draft(path, options.draft_path)
+    for lora in options.lora_paths:
+        _check_lora(lora)
     torch = _cuda()
+    _check_split(torch, options.gpu_split)
     _check_extension(progress)
     library = importlib.import_module("exllamav2")
     attention = importlib.import_module("exllamav2.attn")
@@ -239,14 +274,14 @@ def _load(
     needed = _needed_bytes(path, config, options.cache_type, cache_tokens)
     draft_path, draft_config = options.draft_path, None
     if draft_path is not None:
-        draft_config = _config(library, _check_directory(draft_path), options, cache_tokens, max_sequences)
+        draft_config = _config(library, draft_path, options, cache_tokens, max_sequences)
         needed += _needed_bytes(draft_path, draft_config, options.cache_type, cache_tokens)
     _check_memory(torch, needed)
     model, cache = _into_memory(library, torch, config, options, cache_tokens)
     draft_model = draft_cache = None
     if draft_config is not None:
         draft_model, draft_cache = _into_memory(library, torch, draft_config, options, cache_tokens)
-    loras = tuple(library.ExLlamaV2Lora.from_directory(model, str(lora)) for lora in options.lora_paths)
+    loras = tuple(_lora(library, model, lora) for lora in options.lora_paths)
     loaded = Loaded(
         name=path.name,
         model=model,
@@ -273,6 +308,21 @@ def _cuda() -> Any:
             'given it (--gpus all); without a GPU use backend = "llama_cpp"'
         )
     return torch
+
+
+def _check_split(torch: Any, gpu_split: tuple[float, ...]) -> None:
+    num_gpus = torch.cuda.device_count()
+    if len(gpu_split) > num_gpus:
+        raise ModelError(f"gpu_split names {len(gpu_split)} GPUs, and torch finds {num_gpus}")
+
+
+def _lora(library: Any, model: Any, path: Path) -> Any:
+    try:
+        return library.ExLlamaV2Lora.from_directory(model, str(path))
+    except Exception as error:  # the library asserts, or misses a key, where an adapter is for another model
+        raise ModelError(
+            f"{path}: this LoRA does not fit the model ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _check_extension(progress: Progress) -> None:

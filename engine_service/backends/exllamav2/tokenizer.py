@@ -69,6 +69,10 @@ class DirectoryTokenizer:
         """Return what the token shows; empty for control tokens."""
         return self._bytes[token_id]
 
+    def has_vocabulary_of(self, other: DirectoryTokenizer) -> bool:
+        """Return whether every token id means the same in both."""
+        return self._bytes == other._bytes and self.end_ids == other.end_ids
+
     def grammar_tokenizer(self, llguidance: Any) -> Any:
         """Return llguidance's own view of the vocabulary."""
         return llguidance.LLTokenizer(self._source, n_vocab=self.vocab_size, eos_token=self.eos_id)
