@@ -125,6 +125,7 @@ ANSWERS: Final[Mapping[str, Validator]] = {
         name=_TEXT,
         backend=_TEXT,
         max_context_tokens=_COUNT,
+        max_sequences=_COUNT,
         can_embed=boolean,
         policy=_TEXT,
         scopes=_SCOPES,

@@ -417,6 +417,25 @@ def test_an_aborted_prefill_keeps_what_was_computed(echo_directory: Path, passes
     assert bench.is_exact("talking", "long")
 
 
+# -- what is shown ---------------------------------------------------------------------------------------
+
+
+def test_text_held_back_for_a_stop_string_is_shown_when_the_model_ends(bench: Bench) -> None:
+    """The library leaves it out of the text, and tells it apart."""
+    end_id = bench.backend._loaded.texts.eos_id
+    for kind in range(1000):
+        ids = bench.model.continuation(prompt(80, kind=kind), 40, ignore_eos=False)
+        if end_id in ids[4:] and ids.index(end_id) >= 4:
+            break
+    text = bench.backend.tokenizer.decode(ids[: ids.index(end_id)])
+    stop = text[-3:] + " and more"
+    bench.run("held", prompt(80, kind=kind), 60, stop=(stop,), ignore_eos=False)
+    output = bench.driver.outputs[rid("held")]
+    assert output.reason is FinishReason.STOP
+    assert output.text == text
+    assert output.texts[-1] == text[-3:], "it was held back until the end"
+
+
 # -- compared with the library by itself ---------------------------------------------------------------
 
 

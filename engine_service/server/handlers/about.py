@@ -40,6 +40,7 @@ async def engine(request: web.Request) -> web.StreamResponse:
             "backend": info.backend,
             "model": info.name,
             "max_context_tokens": info.max_context_tokens,
+            "max_sequences": service.engine.capacity.max_sequences,
             "can_embed": info.can_embed,
             "policy": service.engine.policy_name,
             "scopes": sorted(scope.value for scope in request[CALLER].scopes),
