@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from engine_service.backends.llama_cpp.backend import LlamaCppBackend
 from engine_service.backends.llama_cpp.provision import default_model_path
 from engine_service.scheduling.model import PreemptionMode, RequestId
 from tests.backends.driver import GREEDY, Driver
+from tests.cli.process import TOKEN, command
 
 NUM_TOKENS = 64
 REFERENCE = Options(device="cpu-reference")
@@ -134,6 +137,30 @@ def test_the_first_words_are_llama_cpps(reference: ExLlamaV2Backend, llama_cpp: 
         order = driver.order("capital", "What is the capital of France?", 12, sampling=GREEDY)
         texts.append(driver.run(order).text)
     assert texts[0] == texts[1]
+
+
+# -- as a program --------------------------------------------------------------------------------------
+
+
+async def test_the_command_serves_real_text_through_the_real_generator(tmp_path: Path) -> None:
+    serve = ("serve", "--backend", "exllamav2", "--device", "cpu-reference", "--port", "0")
+    async with command(tmp_path, *serve, "--context-tokens", "1024", "--max-sequences", "2") as process:
+        url = await process.ready()
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with aiohttp.ClientSession(url, headers=headers) as client:
+            async with client.get("/v1/engine") as reply:
+                about = await reply.json()
+            question = {"role": "user", "content": "What is the capital of France?"}
+            asked = {"messages": [question], "max_tokens": 8, "temperature": 0}
+            async with client.post("/v1/chat/completions", json=asked) as reply:
+                answer = await reply.json()
+        assert (about["backend"], about["max_sequences"]) == ("exllamav2", 2)
+        assert "capital of France is" in answer["choices"][0]["message"]["content"]
+        process.signal(signal.SIGTERM)
+        code, _, errors = await process.end()
+    assert code == 0, errors
+    assert "4 pages of 256 tokens, 2 requests at once" in errors
+    assert "Traceback" not in errors
 
 
 # -- what cannot be ------------------------------------------------------------------------------------
