@@ -52,11 +52,13 @@ class Gate:
                 await self._voice(self._idle)
             self._idle.seconds = time.perf_counter() - started
             await self._load()
-            leaked = await self._leaked()
+            await self._all_gone()
         finally:
             await self._engine.stop(drain_s=0)
+        # Looked at when the engine's thread has ended, which would otherwise be in the middle of something.
+        self._backend.check()
         self._read_log()
-        return self._idle, self._watched, leaked
+        return self._idle, self._watched, self._backend.num_pages_held
 
     async def _load(self) -> None:
         started = time.perf_counter()
@@ -117,15 +119,13 @@ class Gate:
             session.cancel()
             raise
 
-    async def _leaked(self) -> int:
-        """Return the pages that are still held when every request is over."""
+    async def _all_gone(self) -> None:
+        """Wait until every request is over, at most half a minute."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(30):
                 version = -1
                 while self._engine.snapshot().engine["kv_pages_used"] or self._backend.request_ids:
                     version = await self._engine.changed(after=version)
-        self._backend.check()
-        return self._backend.num_pages_held
 
     def _read_log(self) -> None:
         for now, event, _ in eventlog.read(self._log):
