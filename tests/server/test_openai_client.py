@@ -191,6 +191,28 @@ async def test_a_structured_answer_is_what_the_schema_says(client: openai.AsyncO
     assert answer.choices[0].finish_reason == "stop"
 
 
+async def test_json_of_any_shape_can_be_asked_for(client: openai.AsyncOpenAI, model: str) -> None:
+    answer = await client.chat.completions.create(
+        model=model,
+        messages=asks("Answer in JSON: what is the capital of France?"),
+        response_format={"type": "json_object"},
+        max_tokens=120,
+        temperature=0,
+    )
+    text = answer.choices[0].message.content or ""
+    assert text.lstrip().startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+async def test_what_this_engine_cannot_do_reaches_the_client_as_an_error_with_its_code(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        await client.embeddings.create(model=model, input="Hello")
+    assert (refused.value.status_code, refused.value.code) == (501, "not_supported")
+
+
 async def test_a_keyword_no_grammar_can_keep_is_refused_where_strictness_was_promised(
     client: openai.AsyncOpenAI, model: str
 ) -> None:

@@ -42,6 +42,11 @@ async def test_the_page_asks_only_for_what_the_engine_serves(home: Household) ->
         assert name in snapshot["residents"]["alice"] | snapshot["classes"]["voice"]
 
 
+async def test_what_the_page_hides_is_hidden_whatever_its_layout(home: Household) -> None:
+    style = (await home.ask("GET", "/status.css", token=None)).body
+    assert b"[hidden] { display: none !important; }" in style
+
+
 async def test_embeddings_are_refused_by_name_where_the_backend_makes_none(home: Household) -> None:
     answer = await home.ask("POST", "/v1/embeddings", {"input": "Hello"})
     assert (answer.status, answer.error["code"]) == (501, "not_supported")
