@@ -55,8 +55,8 @@ class EventStream:
         self._last_write = 0.0
 
     async def __aenter__(self) -> Self:
-        """Send the headers."""
-        await self.response.prepare(self._request)
+        """Send the headers; raise ReaderGone where nobody waits for them any more."""
+        await self._within_limit(self.response.prepare(self._request))
         self._last_write = asyncio.get_running_loop().time()
         self._keepalive = asyncio.create_task(self._keep_alive())
         return self

@@ -149,6 +149,30 @@ async def _one_stream(handler: Any) -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}/"
 
 
+async def test_a_reader_gone_before_the_headers_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """As when a client starts to listen and is closed at once."""
+    ended: list[str] = []
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        stream = EventStream(request)
+        assert request.transport is not None
+        request.transport.close()
+        try:
+            async with stream:
+                ended.append("as if somebody were there")
+        except ReaderGone:
+            ended.append("gone")
+        return stream.response
+
+    runner, url = await _one_stream(late)
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(url)
+    await runner.cleanup()
+    assert set(ended) == {"gone"}
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_a_reader_that_takes_nothing_is_given_up() -> None:
     ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 
