@@ -81,9 +81,7 @@ class State:
     in_flight: InFlight | None = None
     coming_prefixes: dict[RequestId, int] = field(default_factory=dict)  #: pages, arrived and not yet pinned
     recomputed_tokens: int = 0
-    epoch: int = (
-        0  #: grows when counters stop being comparable (weights, goal, prices, memory)
-    )
+    epoch: int = 0  #: grows when counters stop being comparable (weights, goal, prices, memory)
     leads: dict[tuple[Flow, Flow], tuple[tuple[int, int, int], int, int]] = field(default_factory=dict)
     """Kept by `invariants`: for pairs that wait together, the spell, the lead and the extra at its start."""
     has_changed_cost: bool = False  #: the unit or its prices changed: sums before and after do not compare
