@@ -14,10 +14,11 @@ from engine_service.engine import eventlog
 from engine_service.engine.days import local_day
 from engine_service.engine.sessions import Delta
 from engine_service.errors import QuotaExhausted
-from engine_service.scheduling.events import DayStarted
+from engine_service.scheduling.decisions import Cancel
+from engine_service.scheduling.events import Cancelled, DayStarted, IterationDone
 from engine_service.scheduling.invariants import check
 from engine_service.scheduling.model import Resident, ResidentId
-from tests.engine.conftest import ask, order, read
+from tests.engine.conftest import ask, order, read, until
 from tests.engine.wild import Builder, wild_engine
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -132,3 +133,39 @@ async def test_ready_means_that_an_iteration_completed_lately_while_work_exists(
         builder.latest.let_go.set()
         await read(session)
         assert engine.is_ready
+
+
+async def test_who_goes_away_has_given_its_pages_back_when_the_iteration_ends(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with wild_engine(Builder(), event_log=log) as engine:
+        sessions = [
+            await engine.submit(order(engine, "alice", "chat", "the rain sings " * 40, 400)) for _ in range(4)
+        ]
+        for session in sessions:
+            events = session.events()
+            while not isinstance(await anext(events), Delta):
+                pass
+            session.cancel()
+        await until(lambda: engine.snapshot().engine["kv_pages_used"] == 0, engine)
+    gone: set[str] = set()
+    for _, event, decisions in eventlog.read(log):
+        freed = {decision.request_id for decision in decisions if isinstance(decision, Cancel)}
+        if isinstance(event, Cancelled):
+            gone.add(event.request_id)
+        elif isinstance(event, IterationDone):
+            assert gone <= freed, "pages are held longer than the iteration that was under way"
+        gone -= freed
+    assert not gone
+
+
+async def test_an_event_loop_that_falls_behind_holds_the_engine_up_instead_of_being_buried() -> None:
+    async with wild_engine(Builder()) as engine:
+        session = await engine.submit(order(engine, "alice", "chat", "the clock rings", 2000))
+        events = session.events()
+        while not isinstance(await anext(events), Delta):
+            pass
+        before = engine.snapshot().engine["iterations"]
+        time.sleep(0.8)  # noqa: ASYNC251  nothing is delivered meanwhile
+        ahead = engine.snapshot().engine["iterations"] - before
+        assert ahead <= 70, "iterations pile up in front of the event loop"
+        session.cancel()
