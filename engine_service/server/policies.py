@@ -7,6 +7,7 @@ revisions only ever grow, also when one is taken back.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,16 @@ from typing import Any, Final
 
 import voluptuous as vol
 
-from engine_service.checks import list_of, number, path_and_message, table, text, whole_number
+from engine_service.checks import (
+    list_of,
+    mapping,
+    number,
+    or_none,
+    path_and_message,
+    table,
+    text,
+    whole_number,
+)
 from engine_service.engine.loop import Engine
 from engine_service.errors import InvalidRequest, StorageUnavailable
 from engine_service.scheduling.model import Policy
@@ -32,7 +42,7 @@ _FILE: Final = table(
                     vol.Required("at"): number(0),
                     vol.Required("by"): text(),
                     vol.Required("note"): text(),
-                    vol.Required("policy"): dict,
+                    vol.Required("policy"): or_none(mapping),
                 }
             ),
             at_most=MAX_REVISIONS,
@@ -50,6 +60,11 @@ class Revision:
     by: str  #: name of the token
     note: str
     policy: Policy
+    is_settings: bool = False  #: its policy is that of the settings, whatever they come to say
+
+    def as_kept(self) -> dict[str, Any]:
+        """Return the revision as it is kept; without a policy it is the settings'."""
+        return self.as_wire(is_whole=True) | ({"policy": None} if self.is_settings else {})
 
     def as_wire(self, *, is_whole: bool) -> dict[str, Any]:
         """Return the revision as it is sent and kept."""
@@ -65,8 +80,7 @@ class PolicyBook:
         self._state = state
         self._clock = clock
         self._lock = asyncio.Lock()
-        first = Revision(number=0, at=clock(), by="settings", note="", policy=configured)
-        self._revisions = [first, *_read(state)]
+        self._revisions = [_settings(configured, clock()), *_read(state, configured)]
 
     @property
     def current(self) -> Revision:
@@ -86,14 +100,28 @@ class PolicyBook:
         known = ", ".join(str(entry.number) for entry in self._revisions)
         raise InvalidRequest(f"revision must be one of {known}, not {revision}", param="revision")
 
-    async def replace(self, engine: Engine, policy: Policy, *, by: str, note: str) -> Revision:
+    async def roll_back(self, engine: Engine, revision: int, *, by: str) -> Revision:
+        """Put an earlier revision in force again; raise InvalidRequest naming those known."""
+        earlier, note = self.find(revision), f"back to revision {revision}"
+        return await self.replace(engine, earlier.policy, by=by, note=note, is_settings=earlier.is_settings)
+
+    async def replace(
+        self, engine: Engine, policy: Policy, *, by: str, note: str, is_settings: bool = False
+    ) -> Revision:
         """Put a policy in force, once it is on disk; raise StorageUnavailable if it cannot be kept."""
         async with self._lock:
             number_ = max(entry.number for entry in self._revisions) + 1
-            made = Revision(number=number_, at=self._clock(), by=by, note=note, policy=policy)
+            made = Revision(
+                number=number_,
+                at=self._clock(),
+                by=by,
+                note=note,
+                policy=policy,
+                is_settings=is_settings,
+            )
             first, *later = self._revisions
             kept = [*later, made][-MAX_REVISIONS:]
-            message = {"revisions": [entry.as_wire(is_whole=True) for entry in kept]}
+            message = {"revisions": [entry.as_kept() for entry in kept]}
             try:
                 await asyncio.to_thread(self._state.keep_policies, message)
             except OSError as error:
@@ -107,19 +135,25 @@ class PolicyBook:
     async def reconfigure(self, engine: Engine, configured: Policy) -> bool:
         """Take over the settings' policy anew; return whether it is in force (none of the API's wins)."""
         async with self._lock:
-            first = Revision(number=0, at=self._clock(), by="settings", note="", policy=configured)
-            self._revisions[0] = first
-            if self.current is first:
+            self._revisions = [
+                dataclasses.replace(entry, policy=configured) if entry.is_settings else entry
+                for entry in self._revisions
+            ]
+            if self.current.is_settings:
                 await engine.set_policy(configured)
-            return self.current is first
+            return self.current.is_settings
 
 
-def _read(state: StateFolder) -> list[Revision]:
+def _settings(configured: Policy, at: float) -> Revision:
+    return Revision(number=0, at=at, by="settings", note="", policy=configured, is_settings=True)
+
+
+def _read(state: StateFolder, configured: Policy) -> list[Revision]:
     message = state.policies()
     if message is None:
         return []
     try:
-        return [_revision(entry) for entry in _FILE(message)["revisions"]]
+        return [_revision(entry, configured) for entry in _FILE(message)["revisions"]]
     except vol.Invalid as error:
         where, reason = path_and_message(error)
         raise state.damaged_policies(f"{where} {reason}") from None
@@ -127,11 +161,13 @@ def _read(state: StateFolder) -> list[Revision]:
         raise state.damaged_policies(error.message) from None
 
 
-def _revision(entry: dict[str, Any]) -> Revision:
+def _revision(entry: dict[str, Any], configured: Policy) -> Revision:
+    is_settings = entry["policy"] is None
     return Revision(
         number=entry["revision"],
         at=entry["at"],
         by=entry["by"],
         note=entry["note"],
-        policy=changed_policy(Policy(), entry["policy"]),
+        policy=configured if is_settings else changed_policy(Policy(), entry["policy"]),
+        is_settings=is_settings,
     )

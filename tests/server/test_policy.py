@@ -109,6 +109,20 @@ async def test_a_changed_policy_holds_after_a_restart(start: Start) -> None:
         assert body["policy"]["max_skips"] == Policy().max_skips
 
 
+async def test_the_settings_hold_again_once_they_are_taken_back(home: Household) -> None:
+    await changed(home, {"max_skips": 7})
+    book, fresh = home.service.policies, Policy(max_skips=3)
+    assert not await book.reconfigure(home.engine, fresh)
+    assert home.engine._scheduler.state.policy.max_skips == 7
+    await home.ask("POST", "/v1/policy/rollback", {"revision": 0})
+    assert home.engine._scheduler.state.policy == fresh
+    later = Policy(max_skips=2)
+    assert await book.reconfigure(home.engine, later)
+    assert home.engine._scheduler.state.policy == later
+    reopened = PolicyBook(fresh, StateFolder(home.settings.paths.state_dir))
+    assert (reopened.current.number, reopened.current.policy) == (2, fresh)
+
+
 async def test_the_history_is_bounded_and_its_numbers_only_grow(home: Household) -> None:
     for _ in range(MAX_REVISIONS + 3):
         body = await changed(home, {"max_skips": 5})

@@ -36,10 +36,7 @@ async def roll_back(request: web.Request) -> web.StreamResponse:
     """POST /v1/policy/rollback: an earlier revision holds again, as a new one."""
     service = request.app[SERVICE]
     revision = parse_rollback_request(await read_json(request))
-    earlier = service.policies.find(revision)
-    await service.policies.replace(
-        service.engine, earlier.policy, by=request[CALLER].name, note=f"back to revision {revision}"
-    )
+    await service.policies.roll_back(service.engine, revision, by=request[CALLER].name)
     return respond(_body(service))
 
 
