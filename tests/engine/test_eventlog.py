@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -14,7 +15,9 @@ from engine_service.engine.eventlog import EventLog
 from engine_service.scheduling.decisions import Decision
 from engine_service.scheduling.events import Arrived, CapacityChanged, Event, ResidentsChanged
 from engine_service.scheduling.scheduler import Scheduler
-from engine_service.simulator.recorded import read
+from engine_service.simulator import fit
+from engine_service.simulator.recorded import read, replay_recording
+from tests.engine.conftest import MakeEngine, ask
 from tests.scheduling.household import Household
 from tests.scheduling.promises import ALICE, BOB
 
@@ -107,3 +110,26 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytes
 def test_a_log_of_no_size_is_refused(options: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be >= 1"):
         EventLog(tmp_path / "events.jsonl", **options)
+
+
+async def test_a_day_of_the_real_engine_is_a_machine_and_can_be_lived_again(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "events.jsonl"
+    async with make_engine(event_log=path) as (engine, _):
+        offered = engine.capacity
+        background = asyncio.create_task(
+            ask(engine, "bob", "background", "The keeper of the light. " * 30, 24)
+        )
+        for i in range(4):
+            await ask(engine, "alice", ("voice", "chat")[i % 2], "Turn on the kitchen light. " * (i + 1), 6)
+        await background
+    machine = fit.profile_from(path)
+    assert machine.capacity == offered
+    assert machine.cost.seconds(chunk_tokens=64, num_decodes=2) > 0
+    outcome = replay_recording(path, ["default", "fifo"], profile=None)
+    for runs in outcome.runs.values():
+        assert runs[0].groups["voice"].finished == runs[0].groups["chat"].finished == 2
+        assert runs[0].groups["background"].finished == 1
+        (document,) = [s for s in read(path).seen.values() if s.request.resident_id == "bob"]
+        assert runs[0].groups["bob"].tokens == document.request.prompt_tokens - document.cached + 24
