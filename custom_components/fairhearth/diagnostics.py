@@ -12,6 +12,7 @@ from homeassistant.helpers import entity_registry as er
 
 from .const import CONF_USERS
 from .coordinator import FairhearthConfigEntry
+from .jobs import job_fields
 
 TO_REDACT: Final = frozenset({CONF_TOKEN, CONF_URL, CONF_PROMPT, CONF_USERS})
 
@@ -31,5 +32,10 @@ async def async_get_config_entry_diagnostics(
         "engine": {**asdict(coordinator.engine), "scopes": sorted(coordinator.engine.scopes)},
         "is_connected": coordinator.last_update_success,
         "snapshot": asdict(coordinator.data),
+        "options": dict(entry.options),
+        "policy": None if coordinator.policy is None else asdict(coordinator.policy),
+        "prompt_tokens": coordinator.prompt_tokens,
+        # What a job is called may tell what it is about.
+        "jobs": [{**job_fields(job), "title": None} for job in coordinator.jobs.active.values()],
         "entities": [entity_entry_as_dict(entity) for entity in entities],
     }

@@ -18,6 +18,8 @@ from custom_components.fairhearth.engine_client import (
     Finished,
     GenerationFailed,
     Health,
+    Job,
+    JobOrder,
     Message,
     PrefixPin,
     ProtocolError,
@@ -29,6 +31,7 @@ from custom_components.fairhearth.engine_client import (
     ToolCalled,
     ToolSpec,
     Usage,
+    WordOdds,
 )
 from custom_components.fairhearth.engine_client.protocol import (
     ChatEvent,
@@ -38,6 +41,7 @@ from custom_components.fairhearth.engine_client.protocol import (
     resident_from_wire,
     residents_from_wire,
 )
+from custom_components.fairhearth.engine_client.reading import Reader, kind_of
 from tests.ha.fake_engine import golden
 
 TURN_ON = golden("chat_request_tools")["tools"][0]["function"]
@@ -263,3 +267,75 @@ def test_settings_say_no_limit_by_default() -> None:
         "daily_is_hard": False,
         "page_cap": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("read", "value"),
+    [
+        (Reader.text, 1),
+        (Reader.flag, "yes"),
+        (Reader.integer, 1.5),
+        (Reader.integer, True),
+        (Reader.number, "1"),
+        (Reader.number, False),
+        (Reader.texts, ["a", 1]),
+        (Reader.reader, []),
+        (Reader.readers, {}),
+        (Reader.readers, [1]),
+        (Reader.named, []),
+        (Reader.named, {"a": 1}),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named_with_its_place(read: Any, value: object) -> None:
+    with pytest.raises(ProtocolError, match=r"answer\.field.* should be"):
+        read(Reader({"field": value}, "answer"), "field")
+
+
+def test_a_whole_number_may_come_with_a_point() -> None:
+    assert Reader({"field": 3.0}, "answer").integer("field") == 3
+
+
+def test_what_is_found_instead_is_said_in_few_words() -> None:
+    assert [kind_of(value) for value in (None, True, "x" * 99, [1], {"a": 1}, b"")] == [
+        "nothing",
+        "True",
+        repr("x" * 99)[:80],
+        "a list",
+        "an object",
+        "bytes",
+    ]
+
+
+def test_the_example_of_a_job_is_read() -> None:
+    job = Job.from_wire(golden("job"))
+    assert job.has_ended
+    assert job.text
+    assert job.finish_reason == "stop"
+
+
+def test_the_example_of_an_order_is_written() -> None:
+    request = ChatRequest(
+        messages=(Message(role="user", content="Sum up the day."),),
+        resident="house",
+        workload_class="background",
+        max_tokens=400,
+    )
+    order = JobOrder(
+        request=request,
+        title="Summary of Monday",
+        idempotency_key="summary-2026-11-30",
+        deadline_s=21600.0,
+        keep_s=604800.0,
+    )
+    assert order.as_wire() == golden("job_request")
+
+
+def test_the_odds_of_words_are_read() -> None:
+    top = [{"token": "A", "logprob": -0.5}, {"token": "B", "logprob": -1.5}]
+    choice = {
+        "index": 0,
+        "delta": {"content": "A"},
+        "logprobs": {"content": [{"token": "A", "logprob": -0.5, "top_logprobs": top}]},
+    }
+    events = chat_events({"choices": [choice]})
+    assert WordOdds(words=(("A", -0.5), ("B", -1.5))) in events

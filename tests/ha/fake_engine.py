@@ -31,7 +31,9 @@ from engine_service.errors import (
 from engine_service.protocol import (
     ChatRequest,
     parse_chat_request,
+    parse_job_request,
     parse_json,
+    parse_pair_request,
     parse_policy_request,
     parse_prefix_request,
     parse_resident_id,
@@ -167,6 +169,7 @@ class FakeEngine:
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     orders: list[dict[str, Any]] = field(default_factory=list)  #: of jobs, as they came
     num_job_streams: int = 0
+    jobs_gone_when_cancelled: bool = False
 
     def __post_init__(self) -> None:
         """Start with the engine's own accounts only."""
@@ -359,18 +362,17 @@ class FakeEngine:
         return web.json_response(golden("prefix_response"))
 
     async def _pair(self, request: web.Request) -> web.Response:
-        body = parse_json(await request.read())
-        assert isinstance(body, dict)
+        asked = parse_pair_request(parse_json(await request.read()))
         if self.pair_refusal is not None:
             raise self.pair_refusal
         if self.code is None:
             raise refusal("pairing_closed", "no code is open; run `fairhearth pair` beside the engine", 403)
-        if body["code"] != self.code:
+        if asked.code != self.code:
             raise refusal("wrong_code", "this is not the code that the engine shows", 403)
         self.code = None
-        token = f"paired-{body['name']}"
+        token = f"paired-{asked.name}"
         self.tokens[token] = ALL_SCOPES
-        answer = {"token": token, "name": body["name"], "scopes": ALL_SCOPES, "engine_id": self.engine_id}
+        answer = {"token": token, "name": asked.name, "scopes": ALL_SCOPES, "engine_id": self.engine_id}
         return web.json_response(answer, status=201)
 
     # --- the policy ---
@@ -407,7 +409,7 @@ class FakeEngine:
     async def _submit_job(self, request: web.Request) -> web.Response:
         order = parse_json(await request.read())
         assert isinstance(order, dict)
-        chat = parse_chat_request({**order["request"], "stream": False})
+        chat = parse_job_request(order).chat
         caller = caller_of(chat)
         if caller.resident_id not in self.residents:
             raise UnknownResident(f"there is no resident {caller.resident_id!r}")
@@ -470,6 +472,8 @@ class FakeEngine:
         return web.json_response(self._job(request))
 
     async def _cancel_job(self, request: web.Request) -> web.Response:
+        if self.jobs_gone_when_cancelled:
+            self.jobs.pop(request.match_info["id"])
         job = self._job(request)
         if job["state"] in ("submitted", "running"):
             self.move_job(job["id"], "cancelled")

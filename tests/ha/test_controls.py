@@ -195,6 +195,11 @@ async def test_the_button_cancels_what_nobody_waits_for(
     await hass.services.async_call(
         "button", "press", {"entity_id": "button.kitchen_engine_cancel_background_jobs"}, blocking=True
     )
+    engine.jobs_gone_when_cancelled = True
+    await submit(watching, "Gone meanwhile")
+    await hass.services.async_call(
+        "button", "press", {"entity_id": "button.kitchen_engine_cancel_background_jobs"}, blocking=True
+    )
     states = {job_id: job["state"] for job_id, job in engine.jobs.items()}
     assert states == {waiting: "cancelled", running: "cancelled", other: "submitted", done: "finished"}
 

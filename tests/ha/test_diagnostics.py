@@ -11,6 +11,7 @@ from pytest_homeassistant_custom_component.components.diagnostics import get_dia
 from custom_components.fairhearth.const import DOMAIN
 from homeassistant.core import HomeAssistant
 from homeassistant.setup import async_setup_component
+from tests.ha.conftest import until
 from tests.ha.fake_engine import TOKEN, FakeEngine
 
 
@@ -23,11 +24,19 @@ async def test_a_report_has_the_picture_but_no_secret(
         loaded, subentry, data={**subentry.data, "prompt": "My door code is 4711."}
     )
     await hass.async_block_till_done()
+    await until(lambda: engine.num_job_streams == 2)
+    await hass.services.async_call(
+        DOMAIN, "submit_summary", {"text": "My secret diary.", "title": "My secret title"}, blocking=True
+    )
+    await until(lambda: len(loaded.runtime_data.jobs.active) == 1)
     report = await get_diagnostics_for_config_entry(hass, hass_client, loaded)
     text = json.dumps(report)
     assert TOKEN not in text
     assert engine.url not in text
     assert "4711" not in text
+    assert "secret" not in text
+    assert [job["state"] for job in report["jobs"]] == ["submitted"]
+    assert report["policy"]["table"]["fairness"] == "service"
     assert report["engine"]["model"] == engine.model
     assert report["is_connected"] is True
     assert report["snapshot"]["residents"]["alice"]["weight"] == 2
