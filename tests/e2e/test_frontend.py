@@ -1,5 +1,9 @@
 """The integration's dashboard in a real browser, over a real Home Assistant and a real engine."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
 import pytest
 from household import dashboard, workload
 from household.browser import Report, Step, Visit, visit
@@ -76,6 +80,40 @@ async def test_the_dashboard_speaks_the_readers_language(
     visited = Visit(path=dashboard.PATH, steps=shows(f"role=status >> text={words}"), language=language)
     (report,) = await look(stage, visited)
     assert report.errors == ()
+
+
+async def test_reasons_jobs_and_a_lost_engine_are_told(stage: Stage, home: Household) -> None:
+    policy = home.engine_entity("binary_sensor", "policy_met")
+    job = {"job_id": "job-1", "title": "Minutes", "state": "running", "progress": 40, "eta_s": 12.3}
+    reasons = ["voice requests waited 16.6 s; the policy allows 2.0 s", "something new"]
+    swedish = shows(
+        "role=status >> text=Alla får inte svar som överenskommet",
+        "role=listitem >> text=Talat: väntade 16,6 s, policyn tillåter 2 s.",
+        "role=listitem >> text=something new",
+        "role=progressbar[name='Minutes']",
+        "text=40 % klart, ungefär 12 s kvar",
+    )
+    async with (
+        shown(home, policy, "off", notes=reasons),
+        shown(home, home.engine_entity("sensor", "jobs"), "1", jobs=[job]),
+    ):
+        (not_met,) = await look(stage, Visit(path=dashboard.PATH, steps=swedish, language="sv"))
+    async with shown(home, policy, "unavailable"):
+        lost = shows("role=status >> text=The engine cannot be reached.")
+        (gone,) = await look(stage, Visit(path=dashboard.PATH, steps=lost))
+    assert (not_met.errors, gone.errors) == ((), ())
+
+
+@asynccontextmanager
+async def shown(home: Household, entity_id: str, state: str, **attributes: Any) -> AsyncIterator[None]:
+    """Have Home Assistant show another state of an entity; its integration writes only what changes."""
+    path = f"/api/states/{entity_id}"
+    before = await home.rest.get(path)
+    await home.rest.post(path, {"state": state, "attributes": {**before["attributes"], **attributes}})
+    try:
+        yield
+    finally:
+        await home.rest.post(path, {"state": before["state"], "attributes": before["attributes"]})
 
 
 async def test_dashboard_and_card_are_offered_without_a_line_of_yaml(stage: Stage, home: Household) -> None:
