@@ -189,6 +189,11 @@ class ExLlamaV2Backend(RequestHolder):
         return self._pages.num_tokens_cached
 
     @property
+    def num_parked(self) -> int:
+        """Sequences kept in host memory: none, pages are kept on the device only."""
+        return 0
+
+    @property
     def num_sequence_ids(self) -> int:
         """Requests that may hold pages at once, and prefixes that may be pinned."""
         return self._max_sequences + self._max_pinned
