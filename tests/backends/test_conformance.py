@@ -31,7 +31,7 @@ QUESTIONS = {
     "poem": "Write a short poem about rain.",
     "keeper": "Write a short story about a lighthouse keeper.",
 }
-# Promises about single cells; where pages are shared, test_exllamav2_guards.py has their like.
+# Promises about single cells and about parking; where pages are shared, test_exllamav2_guards.py has their like.
 ON_CELLS = pytest.mark.parametrize("backend", ["simulated", "llama_cpp"], indirect=True)
 WITHOUT_LLAMA_CPP = ["simulated", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
 WITH_GRAMMARS = ["llama_cpp", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
@@ -305,6 +305,7 @@ def many(num_tokens: int) -> Iterator[int]:
     return itertools.islice(itertools.cycle(range(40, 80)), num_tokens)
 
 
+@ON_CELLS
 def test_what_left_the_cache_is_fetched_from_host_memory(backend: AnyBackend, driver: Driver) -> None:
     """Who goes on with a conversation of an hour ago computes only the new turn, and reads the same text."""
     orders = [driver.order(f"r{n}", (300 + n, *range(40, 140)), 4) for n in range(6)]
@@ -319,6 +320,7 @@ def test_what_left_the_cache_is_fetched_from_host_memory(backend: AnyBackend, dr
     assert driver.outputs[rid("turn 2")].token_ids == fresh.token_ids
 
 
+@ON_CELLS
 def test_a_fetched_sequence_shares_the_pinned_cells_themselves(backend: AnyBackend, driver: Driver) -> None:
     driver.run(driver.order("pin", tuple(range(40, 100)), 0, keep_prefix=True))
     for number in range(8):
@@ -328,6 +330,7 @@ def test_a_fetched_sequence_shares_the_pinned_cells_themselves(backend: AnyBacke
     assert backend.num_cells_held == 120, "60 pinned, 60 of its own"
 
 
+@ON_CELLS
 def test_nothing_is_fetched_where_there_is_no_room(backend: AnyBackend, driver: Driver) -> None:
     driver.run(driver.order("old", (300, *many(300)), 0))
     driver.run(driver.order("newer", (301, *many(100)), 0))
