@@ -31,7 +31,7 @@ QUESTIONS = {
     "poem": "Write a short poem about rain.",
     "keeper": "Write a short story about a lighthouse keeper.",
 }
-# Promises about single cells and about parking; where pages are shared, test_exllamav2_guards.py has their like.
+# Promises about single cells and parking; where pages are shared, test_exllamav2_guards.py has their like.
 ON_CELLS = pytest.mark.parametrize("backend", ["simulated", "llama_cpp"], indirect=True)
 WITHOUT_LLAMA_CPP = ["simulated", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
 WITH_GRAMMARS = ["llama_cpp", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
