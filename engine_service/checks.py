@@ -227,6 +227,12 @@ def _nearest(key: str, names: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(names)}"
 
 
+def _key(part: object) -> str:
+    """Return a key as it may appear in a message; callers write anything there."""
+    text = str(part)
+    return text if text.isprintable() and len(text) <= _SHOWN else shown(text)
+
+
 def path_and_message(error: vol.Invalid) -> tuple[str, str]:
     """Return where (`messages[0].content`) and what was wrong, for the first fault found."""
     # Missing keys come in no order of their own.
@@ -234,6 +240,6 @@ def path_and_message(error: vol.Invalid) -> tuple[str, str]:
     first = min(faults, key=lambda fault: [str(part) for part in fault.path])
     path = ""
     for part in first.path:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        path += f"[{part}]" if isinstance(part, int) else f".{_key(part)}" if path else _key(part)
     message = first.error_message
     return path, "is missing" if message == "required key not provided" else message

@@ -115,6 +115,7 @@ class Conversation:
     # --- messages in the template's terms ---
 
     def _render(self, messages: Sequence[Message], offered: Sequence[Tool]) -> str:
+        tools.check(offered)
         if offered and self._template.handles_tools:
             plain = [self._native(message) for message in messages]
             return self._template.render(plain, tools=[tool.as_wire() for tool in offered])

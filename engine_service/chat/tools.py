@@ -159,6 +159,7 @@ def _dump(schema: Json) -> str:
 def calls_schema(tools: Sequence[Tool]) -> dict[str, Any]:
     """Return the schema of one call of one of the tools; raise InvalidRequest for a bad schema of a tool."""
     definitions: dict[str, Any] = {}
+    check(tools)
     calls = [_call_schema(tool, index, definitions) for index, tool in enumerate(tools)]
     schema: dict[str, Any] = {"anyOf": calls} if len(calls) > 1 else calls[0]
     if definitions:
@@ -178,15 +179,21 @@ def _call_schema(tool: Tool, index: int, definitions: dict[str, Any]) -> dict[st
     }
 
 
+def check(tools: Sequence[Tool]) -> None:
+    """Raise InvalidRequest naming the first place where a tool's parameters are no schema of an object."""
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}].function.parameters"
+        parameters = tool.parameters or {}
+        check_schema(parameters, path)
+        if parameters.get("type", "object") != "object":
+            raise InvalidRequest(
+                f"{path}.type must be object (arguments have names), not {parameters['type']!r:.60}",
+                param=f"{path}.type",
+            )
+
+
 def _arguments_schema(tool: Tool, index: int, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return what the arguments must match: an object that holds nothing but the declared properties."""
-    path = f"tools[{index}].function.parameters"
     parameters = tool.parameters or {}
-    check_schema(parameters, path)
-    if parameters.get("type", "object") != "object":
-        raise InvalidRequest(
-            f"{path}.type must be object (arguments have names), not {parameters['type']!r:.60}",
-            param=f"{path}.type",
-        )
     closed = {"properties": {}, "additionalProperties": False, **parameters, "type": "object"}
     return hoist(closed, f"t{index}.", definitions)

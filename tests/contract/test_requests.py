@@ -78,6 +78,8 @@ def test_a_body_that_is_no_json_is_refused_with_its_place(body: bytes, message: 
         ),
         ({"max_token": 5}, "max_token", "did you mean 'max_tokens'"),
         ({"colour": 5}, "colour", "not a known field"),
+        ({"a\nb": 5}, "'a\\nb'", "not a known field"),
+        ({"x" * 500: 5}, "'" + "x" * 58 + "…", "not a known field"),
         ({"max_tokens": 0}, "max_tokens", "a whole number >= 1, not 0"),
         ({"max_tokens": -1}, "max_tokens", ">= 1"),
         ({"max_tokens": 1.5}, "max_tokens", "a whole number"),
