@@ -73,9 +73,10 @@ async def serve(folder: Path) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     late: list[float] = []
+    own: list[float] = []
     async with serving(service, bound, max_body_bytes=2**20, drain_s=5):
         print(url_of(bound), flush=True)
-        measuring = asyncio.create_task(_measure_lag(late))
+        measuring = asyncio.create_task(_measure_lag(late, own))
         await stopped.wait()
         measuring.cancel()
     bound.close()
@@ -88,16 +89,27 @@ async def serve(folder: Path) -> None:
         "sequences": len(backend.request_ids),
         "sessions": len(engine._live),
     }
-    lag = quantiles(late)
-    print(json.dumps({"left": left, "lag_s": lag, "accounts": accounts(scheduler)}), flush=True)
+    lag = {"lag_s": quantiles(late), "own_lag_s": quantiles(own)}
+    print(json.dumps({"left": left, "accounts": accounts(scheduler)} | lag), flush=True)
 
 
-async def _measure_lag(late: list[float]) -> None:
+async def _measure_lag(late: list[float], own: list[float]) -> None:
+    """Note how late the event loop is; own: less the time in which the machine ran none of our threads."""
     loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + _LOOK_EVERY_S
+        due, waited = loop.time() + _LOOK_EVERY_S, _waited_for_processor()
         await asyncio.sleep(_LOOK_EVERY_S)
         late.append(loop.time() - due)
+        own.append(max(0.0, late[-1] - (_waited_for_processor() - waited)))
+
+
+def _waited_for_processor() -> float:
+    """Return the seconds that threads of this process were ready to run and were not run, summed (Linux)."""
+    total = 0
+    for task in os.scandir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"{task.path}/schedstat", encoding="ascii") as file:
+            total += int(file.read().split()[1])
+    return total / 1e9
 
 
 def accounts(scheduler: Scheduler) -> dict[str, Any]:
@@ -271,10 +283,11 @@ def main() -> None:
     served = result.ends["served"]
     print(f"{parsed.streams} streams, {result.seconds:.0f} s: {dict(result.ends)}")
     print(f"answers/s {served / result.seconds:.1f}, MiB read {result.bytes_read / 2**20:.1f}")
-    print(f"event loop late (s): {result.engine['lag_s']}")
+    print(f"event loop late (s): {result.engine['lag_s']}; own: {result.engine['own_lag_s']}")
     memory = [round(value / 2**20, 1) for value in result.memory]
     print(f"memory of the engine (MiB): first {memory[0]}, most {max(memory)}, last {memory[-1]}, "
           f"growth {100 * result.memory_growth():.1f} %")  # fmt: skip
+    print(f"memory every half minute (MiB): {memory[::30]}")
     print(f"left behind: {result.engine['left']}; counters equal the replay: {result.is_replay_equal}")
 
 
