@@ -32,6 +32,7 @@ def refusal(call: Callable[[], object], kind: type[EngineError] = InvalidRequest
 
 
 @pytest.mark.parametrize("kind", PARSERS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_mutated_request_is_read_or_refused_with_its_field(kind: str, data: st.DataObject) -> None:
     message = data.draw(mutated(kind))
@@ -45,29 +46,34 @@ def test_a_mutated_request_is_read_or_refused_with_its_field(kind: str, data: st
     assert PARSERS[kind](json.loads(json.dumps(written))).as_wire() == written
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_json_or_refused(body: bytes) -> None:
     refused = refusal(lambda: protocol.parse_json(body))
     assert refused is None or refused.message.startswith("the body ")
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_any_json_is_read_back_or_refused(value: Any) -> None:
     assert protocol.parse_json(json.dumps(value).encode()) == value
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_any_change_of_the_policy_is_made_or_refused(changes: Any) -> None:
     refused = refusal(lambda: changed_policy(Policy(), changes))
     assert refused is None or refused.param
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["max_skips", "fairness", "classes", "sprint", "max_pause_s"]), JSON))
 def test_any_value_of_a_policys_key_is_taken_or_refused(changes: dict[str, Any]) -> None:
     refused = refusal(lambda: changed_policy(Policy(), changes))
     assert refused is None or refused.param
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_resident_id_is_taken_or_refused(value: str) -> None:
     refused = refusal(lambda: protocol.parse_resident_id(value))
@@ -93,7 +99,7 @@ _LINES = st.sampled_from(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.one_of(st.text(max_size=80), st.lists(_LINES, max_size=8).map("\n".join)))
 def test_any_settings_file_is_read_or_refused_with_its_name(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +109,7 @@ def test_any_settings_file_is_read_or_refused_with_its_name(text: str) -> None:
         assert refused is None or "fairhearth.toml" in refused.message
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.one_of(st.binary(max_size=80), JSON.map(lambda value: json.dumps(value).encode())))
 def test_any_state_file_is_read_or_refused_with_its_name(body: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,11 @@ def drawn(count: int, *, is_fixed: bool) -> list[tuple[str, Any]]:
     cases: list[tuple[str, Any]] = []
 
     @settings(
-        max_examples=count, database=None, derandomize=is_fixed, suppress_health_check=list(HealthCheck)
+        max_examples=count,
+        database=None,
+        deadline=None,
+        derandomize=is_fixed,
+        suppress_health_check=list(HealthCheck),
     )
     @given(CASES)
     def collect(case: tuple[str, Any]) -> None:
