@@ -20,8 +20,8 @@ from typing import Any
 
 from engine_service.engine.quantiles import WindowedQuantiles
 from engine_service.scheduling.counters import Account
-from engine_service.scheduling.invariants import InvariantBroken, check, counter_bound, counter_spread
-from engine_service.scheduling.model import RequestState, ResidentId, WorkloadClass
+from engine_service.scheduling.invariants import InvariantBroken, TooFarAhead, check
+from engine_service.scheduling.model import MICRO, RequestState, ResidentId, WorkloadClass
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.scheduling.windows import WindowSum
 
@@ -139,7 +139,7 @@ class Observer:
     ) -> Snapshot:
         """Return everything the household may see (the caller holds the scheduler still)."""
         shares = self._service_shares(scheduler, now=now)
-        notes = self._policy_notes(scheduler, now=now)
+        notes = self._policy_notes(scheduler, names, now=now)
         counts = _Counts(scheduler)
         residents: dict[str, Mapping[str, Any]] = {
             resident_id: self._resident(scheduler, counts, resident_id, names, shares, now=now)
@@ -237,15 +237,17 @@ class Observer:
             return 1.0
         return sum(per_weight) ** 2 / (len(per_weight) * squares)
 
-    def _policy_notes(self, scheduler: Scheduler, *, now: float) -> list[str]:
+    def _policy_notes(
+        self, scheduler: Scheduler, names: Mapping[ResidentId, str], *, now: float
+    ) -> list[str]:
         """Say in plain words what was not as the household chose."""
         notes = []
         try:
             check(scheduler)
+        except TooFarAhead as unfair:
+            notes.append(_told(unfair, names))
         except InvariantBroken as broken:
             notes.append(f"internal accounting is wrong ({broken.promise}); please report it")
-        if scheduler.state.capacity and counter_spread(scheduler.state) > counter_bound(scheduler.state):
-            notes.append("one resident has fallen further behind the others than the policy allows")
         for class_id in (WorkloadClass.VOICE, WorkloadClass.ACCESSIBILITY):
             timers = self._classes.get(class_id)
             limit = scheduler.state.policy.classes[class_id].max_wait_s
@@ -271,6 +273,13 @@ class _Counts:
             by_resident[record.resident_id] = by_resident.get(record.resident_id, 0) + 1
             by_class[record.class_id] = by_class.get(record.class_id, 0) + 1
             self.paused += record.state is RequestState.PAUSED
+
+
+def _told(unfair: TooFarAhead, names: Mapping[ResidentId, str]) -> str:
+    ahead, behind = names.get(unfair.ahead, unfair.ahead), names.get(unfair.behind, unfair.behind)
+    gained, allowed = unfair.gained // MICRO, unfair.allowed // MICRO
+    got = f"{ahead} was served {gained} tokens more than {behind} while both waited"
+    return f"{got}; the policy allows {allowed}"
 
 
 def _account(account: Account) -> dict[str, Any]:

@@ -85,10 +85,15 @@ async def test_the_dashboard_speaks_the_readers_language(
 async def test_reasons_jobs_and_a_lost_engine_are_told(stage: Stage, home: Household) -> None:
     policy = home.engine_entity("binary_sensor", "policy_met")
     job = {"job_id": "job-1", "title": "Minutes", "state": "running", "progress": 40, "eta_s": 12.3}
-    reasons = ["voice requests waited 16.6 s; the policy allows 2.0 s", "something new"]
+    reasons = [
+        "voice requests waited 16.6 s; the policy allows 2.0 s",
+        "Bob Smith was served 900 tokens more than Bo while both waited; the policy allows 358",
+        "something new",
+    ]
     swedish = shows(
         "role=status >> text=Alla får inte svar som överenskommet",
         "role=listitem >> text=Talat: väntade 16,6 s, policyn tillåter 2 s.",
+        "role=listitem >> text=Bob Smith fick 900 fler token än Bo medan båda väntade; policyn tillåter 358.",
         "role=listitem >> text=something new",
         "role=progressbar[name='Minutes']",
         "text=40 % klart, ungefär 12 s kvar",

@@ -226,7 +226,17 @@ export class FairhearthCard extends LitElement {
         allowed: this._number(Number(waited[3]), 1),
       });
     }
-    return note.startsWith("one resident has fallen further behind") ? this._say("note_behind") : note;
+    const ahead =
+      /^(.+) was served (\d+) tokens more than (.+) while both waited; the policy allows (\d+)$/.exec(note);
+    if (ahead) {
+      return this._say("note_ahead", {
+        ahead: ahead[1],
+        served: this._number(Number(ahead[2]), 0),
+        behind: ahead[3],
+        allowed: this._number(Number(ahead[4]), 0),
+      });
+    }
+    return note;
   }
 
   _renderNow() {
