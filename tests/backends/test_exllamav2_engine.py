@@ -72,10 +72,8 @@ async def read(session: Session, *, leave_after: int | None = None) -> tuple[lis
 async def is_empty(engine: Engine, backend: ExLlamaV2Backend) -> bool:
     """Wait until nobody holds a page any more; return whether the page table agrees."""
     async with asyncio.timeout(60):
-        version = -1
-        while engine.snapshot().engine["kv_pages_used"] or backend.request_ids:
-            version = await engine.changed(after=version)
-        while backend._jobs:  # the engine's thread is about to forget the last one
+        # The engine's thread forgets the last one after it said that something changed.
+        while engine.snapshot().engine["kv_pages_used"] or backend._jobs:
             await asyncio.sleep(0.01)
     backend.check()
     return backend.num_pages_held == 0
