@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
 
 import voluptuous as vol
@@ -234,33 +234,35 @@ class PrefixRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentRequest:
-    """PUT /v1/residents/{id}."""
+    """PUT /v1/residents/{id}: a name and what the scheduler's `Resident` holds, with its defaults."""
 
     name: str | None = None
     weight: int = 1
     daily_tokens: int | None = None
     daily_is_hard: bool = False
+    rolling_tokens: int | None = None
+    rolling_window_s: float = 3600.0
+    rolling_is_hard: bool = False
     page_cap: int | None = None
+    max_running: int | None = None
+    max_waiting: int = 64
+
+    @classmethod
+    def of(cls, resident: Resident, *, name: str) -> ResidentRequest:
+        """Return the request that would make this resident."""
+        values = asdict(resident)
+        del values["resident_id"]
+        return cls(name=name, **values)
 
     def as_wire(self) -> dict[str, Any]:
         """Return the request as it is sent."""
-        return {
-            "name": self.name,
-            "weight": self.weight,
-            "daily_tokens": self.daily_tokens,
-            "daily_is_hard": self.daily_is_hard,
-            "page_cap": self.page_cap,
-        }
+        return asdict(self)
 
     def resident(self, resident_id: ResidentId) -> Resident:
         """Return the scheduler's view of the resident."""
-        return Resident(
-            resident_id=resident_id,
-            weight=self.weight,
-            daily_tokens=self.daily_tokens,
-            daily_is_hard=self.daily_is_hard,
-            page_cap=self.page_cap,
-        )
+        values = asdict(self)
+        del values["name"]
+        return Resident(resident_id=resident_id, **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -738,13 +740,20 @@ _PREFIX: Final = table(
     }
 )
 
+MAX_ROLLING_WINDOW_S: Final = 31 * 86_400
+
 _RESIDENT: Final = table(
     {
         vol.Optional("name"): or_none(text(at_least=1, at_most=128)),
         vol.Optional("weight"): whole_number(1, 1_000_000),
         vol.Optional("daily_tokens"): or_none(whole_number(1)),
         vol.Optional("daily_is_hard"): boolean,
+        vol.Optional("rolling_tokens"): or_none(whole_number(1)),
+        vol.Optional("rolling_window_s"): number(1, MAX_ROLLING_WINDOW_S),
+        vol.Optional("rolling_is_hard"): boolean,
         vol.Optional("page_cap"): or_none(whole_number(1)),
+        vol.Optional("max_running"): or_none(whole_number(1)),
+        vol.Optional("max_waiting"): whole_number(1),
     }
 )
 

@@ -72,7 +72,10 @@ class StateFolder:
 
     def keep_residents(self, residents: Iterable[NamedResident]) -> None:
         """Write the residents set through the API; raise OSError if the disk does not take them."""
-        kept = {entry.resident_id: as_request(entry).as_wire() for entry in residents}
+        kept = {
+            entry.resident_id: ResidentRequest.of(entry.resident, name=entry.name).as_wire()
+            for entry in residents
+        }
         replace_file(self._residents_path, json.dumps(kept, ensure_ascii=False, indent=2) + "\n")
 
     def policies(self) -> object:
@@ -113,18 +116,6 @@ class StateFolder:
         except OSError as error:
             raise SettingsError(f"{path}: cannot be read or written: {error.strerror}") from None
         return fresh, True
-
-
-def as_request(entry: NamedResident) -> ResidentRequest:
-    """Return the request that would make this resident."""
-    resident = entry.resident
-    return ResidentRequest(
-        name=entry.name,
-        weight=resident.weight,
-        daily_tokens=resident.daily_tokens,
-        daily_is_hard=resident.daily_is_hard,
-        page_cap=resident.page_cap,
-    )
 
 
 def replace_file(path: Path, content: str) -> None:

@@ -73,21 +73,28 @@ def _show_residents(out: Console, settings: Settings) -> None:
     weights = sum(entry.resident.weight for entry in settings.residents)
     rows = [_resident(entry, weights) for entry in settings.residents]
     out.print()
-    out.print(table(("resident", "weight", "share if all ask", "tokens a day", "page cap"), rows))
+    out.print(table(("resident", "weight", "share if all ask", "most tokens", "page cap"), rows))
 
 
 def _resident(entry: NamedResident, weights: int) -> tuple[str, ...]:
     resident = entry.resident
-    daily = "no limit" if resident.daily_tokens is None else f"{resident.daily_tokens:,}"
+    limits = []
     if resident.daily_tokens is not None:
-        daily += ", then refused" if resident.daily_is_hard else ", then as background"
+        limits.append(_limit(resident.daily_tokens, "a day", is_hard=resident.daily_is_hard))
+    if resident.rolling_tokens is not None:
+        window = f"in {resident.rolling_window_s:g} s"
+        limits.append(_limit(resident.rolling_tokens, window, is_hard=resident.rolling_is_hard))
     return (
         entry.name,
         str(resident.weight),
         f"{100 * resident.weight / weights:.0f} %",
-        daily,
+        "; ".join(limits) or "no limit",
         "none" if resident.page_cap is None else str(resident.page_cap),
     )
+
+
+def _limit(tokens: int, window: str, *, is_hard: bool) -> str:
+    return f"{tokens:,} {window}, then {'refused' if is_hard else 'as background'}"
 
 
 def _show_classes(out: Console, policy: Policy) -> None:

@@ -545,7 +545,7 @@ class Engine:
                 )
             case RejectReason.QUOTA_EXHAUSTED:
                 return QuotaExhausted(
-                    f"the tokens of '{request.resident_id}' for today are used up", retry_after_s=retry
+                    f"the tokens of '{request.resident_id}' are used up for now", retry_after_s=retry
                 )
             case RejectReason.TOO_MANY_REQUESTS:
                 return TooManyRequests(

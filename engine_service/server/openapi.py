@@ -84,7 +84,12 @@ _RESIDENT: Final = _message(
     weight=whole_number(1),
     daily_tokens=or_none(_COUNT),
     daily_is_hard=boolean,
+    rolling_tokens=or_none(_COUNT),
+    rolling_window_s=_SECONDS,
+    rolling_is_hard=boolean,
     page_cap=or_none(_COUNT),
+    max_running=or_none(_COUNT),
+    max_waiting=whole_number(1),
 )
 _SCOPES: Final = list_of(one_of(scope.value for scope in Scope))
 _JOB_LINE: Final[dict[str, Validator]] = {

@@ -13,7 +13,7 @@ from engine_service.chat.parsing import Call, OutputParser, Piece, Reasoning, Te
 from engine_service.engine.sessions import Accepted, Delta, Finished, SessionEvent, Timings
 from engine_service.errors import EngineError
 from engine_service.jobs.model import Job, JobState
-from engine_service.protocol import Extension, ToolCall
+from engine_service.protocol import Extension, ResidentRequest, ToolCall
 from engine_service.settings import NamedResident
 
 Message = dict[str, Any]
@@ -28,15 +28,7 @@ def error_body(error: EngineError) -> Message:
 
 def resident_body(entry: NamedResident) -> Message:
     """Return a resident as the wire knows it."""
-    resident = entry.resident
-    return {
-        "id": entry.resident_id,
-        "name": entry.name,
-        "weight": resident.weight,
-        "daily_tokens": resident.daily_tokens,
-        "daily_is_hard": resident.daily_is_hard,
-        "page_cap": resident.page_cap,
-    }
+    return {"id": entry.resident_id, **ResidentRequest.of(entry.resident, name=entry.name).as_wire()}
 
 
 def job_body(job: Job, *, eta_s: float | None, is_whole: bool) -> Message:

@@ -171,7 +171,8 @@ async def test_a_policy_that_is_right_is_told_in_plain_words(tmp_path: Path) -> 
     (tmp_path / "house.toml").write_text(
         "[policy]\nbackground_reserve = 0.2\nvoice_headroom_pages = 0\n"
         "[policy.classes.chat]\nmax_wait_s = 5\n"
-        "[residents.alice]\nname = 'Alice'\nweight = 2\ndaily_tokens = 100\ndaily_is_hard = true\n",
+        "[residents.alice]\nname = 'Alice'\nweight = 2\ndaily_tokens = 100\ndaily_is_hard = true\n"
+        "rolling_tokens = 50\nrolling_window_s = 60\n",
         encoding="utf-8",
     )
     code, out, err = await run(tmp_path, "policy", "check", "house.toml")
@@ -179,7 +180,7 @@ async def test_a_policy_that_is_right_is_told_in_plain_words(tmp_path: Path) -> 
     text = " ".join(out.split())
     assert "background_reserve: 0.1 -> 0.2" in text
     assert "classes.chat.max_wait_s: 30.0 -> 5" in text
-    assert "Alice 2 50 % 100, then refused none" in text
+    assert "Alice 2 50 % 100 a day, then refused; 50 in 60 s, then as background none" in text
     assert "voice_headroom_pages is 0" in text
     assert "Alice has 100 tokens a day" in text
 

@@ -265,7 +265,12 @@ def test_settings_say_no_limit_by_default() -> None:
         "weight": 1,
         "daily_tokens": None,
         "daily_is_hard": False,
+        "rolling_tokens": None,
+        "rolling_window_s": 3600.0,
+        "rolling_is_hard": False,
         "page_cap": None,
+        "max_running": None,
+        "max_waiting": 64,
     }
 
 

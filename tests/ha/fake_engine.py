@@ -30,6 +30,7 @@ from engine_service.errors import (
 )
 from engine_service.protocol import (
     ChatRequest,
+    ResidentRequest,
     parse_chat_request,
     parse_job_request,
     parse_json,
@@ -305,8 +306,7 @@ class FakeEngine:
 
     def put(self, resident_id: str, body: Mapping[str, Any]) -> None:
         """Create or replace a resident."""
-        defaults = {"daily_tokens": None, "daily_is_hard": False, "page_cap": None}
-        resident = {"id": resident_id, **defaults, **body}
+        resident = {"id": resident_id, **ResidentRequest().as_wire(), **body}
         self.residents[resident_id] = resident
         row = self.snapshot["residents"].setdefault(resident_id, resident_report(resident["name"]))
         row.update(name=resident["name"], weight=resident["weight"])

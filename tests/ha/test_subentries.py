@@ -129,7 +129,12 @@ async def test_a_resident_is_added_and_the_engine_told(
         "weight": 3,
         "daily_tokens": 1000,
         "daily_is_hard": True,
+        "rolling_tokens": None,
+        "rolling_window_s": 3600.0,
+        "rolling_is_hard": False,
         "page_cap": 16,
+        "max_running": None,
+        "max_waiting": 64,
     }
     assert hass.states.get("sensor.bob_tokens_used").state == "0"
     assert hass.states.get("sensor.bob_tokens_left_today").state == "1000"

@@ -124,7 +124,12 @@ async def test_a_resident_can_be_made_listed_served_and_removed(home: Household)
         "weight": 3,
         "daily_tokens": 1000,
         "daily_is_hard": False,
+        "rolling_tokens": None,
+        "rolling_window_s": 3600.0,
+        "rolling_is_hard": False,
         "page_cap": None,
+        "max_running": None,
+        "max_waiting": 64,
     }
     listed = (await home.ask("GET", "/v1/residents")).json()["residents"]
     assert [entry["id"] for entry in listed] == ["alice", "bob", "guest", "house"]
@@ -149,7 +154,14 @@ async def test_guest_and_house_can_be_changed(home: Household) -> None:
 async def test_residents_of_the_api_outlive_a_restart_and_win_over_the_file(start: Start) -> None:
     async with start() as home:
         await home.ask("PUT", "/v1/residents/bob", {"name": "Bob"})
-        await home.ask("PUT", "/v1/residents/alice", {"name": "Alice", "weight": 5})
+        alice = {
+            "name": "Alice",
+            "weight": 5,
+            "rolling_tokens": 900,
+            "rolling_window_s": 60,
+            "max_running": 2,
+        }
+        await home.ask("PUT", "/v1/residents/alice", alice)
         await home.ask("PUT", "/v1/residents/carol", {})
         await home.ask("DELETE", "/v1/residents/carol")
     async with start() as home:
@@ -160,7 +172,18 @@ async def test_residents_of_the_api_outlive_a_restart_and_win_over_the_file(star
             "guest": 1,
             "house": 1,
         }
+        assert alice.items() <= listed[0].items()
         assert (await home.chat(max_tokens=1, fairhearth={"resident": "bob"})).status == 200
+
+
+async def test_a_rolling_limit_refuses_and_says_when_it_accepts_again(home: Household) -> None:
+    await home.ask("PUT", "/v1/residents/bob", {"rolling_tokens": 5, "rolling_is_hard": True})
+    caller = {"resident": "bob"}
+    assert (await home.chat(max_tokens=2, fairhearth=caller)).status == 200
+    refused = await home.chat(max_tokens=2, fairhearth=caller)
+    assert (refused.status, refused.error["code"]) == (429, "quota_exhausted")
+    assert 0 < float(refused.headers["Retry-After"]) <= 3600
+    assert "today" not in refused.error["message"]
 
 
 async def test_a_prefix_is_computed_once_and_spares_later_prompts_its_tokens(home: Household) -> None:

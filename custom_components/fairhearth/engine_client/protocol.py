@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, Self
 
 from .errors import ProtocolError, error_from_wire
@@ -100,7 +100,12 @@ class ResidentSettings:
     weight: int = 1  #: whole number >= 1
     daily_tokens: int | None = None  #: >= 1; None is unlimited
     daily_is_hard: bool = False  #: over quota: True refuses, False falls to background
+    rolling_tokens: int | None = None  #: in any `rolling_window_s`; >= 1; None is unlimited
+    rolling_window_s: float = 3600.0
+    rolling_is_hard: bool = False  #: as `daily_is_hard`
     page_cap: int | None = None  #: most KV pages while others wait; None is no cap
+    max_running: int | None = None  #: most requests running at once; None is no limit
+    max_waiting: int = 64  #: most requests waiting at once
 
     @classmethod
     def from_reader(cls, reader: Reader) -> Self:
@@ -110,18 +115,17 @@ class ResidentSettings:
             weight=reader.integer("weight"),
             daily_tokens=reader.integer_or_none("daily_tokens"),
             daily_is_hard=reader.flag("daily_is_hard"),
+            rolling_tokens=reader.integer_or_none("rolling_tokens"),
+            rolling_window_s=reader.number("rolling_window_s"),
+            rolling_is_hard=reader.flag("rolling_is_hard"),
             page_cap=reader.integer_or_none("page_cap"),
+            max_running=reader.integer_or_none("max_running"),
+            max_waiting=reader.integer("max_waiting"),
         )
 
     def as_wire(self) -> JsonObject:
         """Return the body of a PUT."""
-        return {
-            "name": self.name,
-            "weight": self.weight,
-            "daily_tokens": self.daily_tokens,
-            "daily_is_hard": self.daily_is_hard,
-            "page_cap": self.page_cap,
-        }
+        return asdict(self)
 
 
 def resident_from_wire(body: object) -> tuple[str, ResidentSettings]:
