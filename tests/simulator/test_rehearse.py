@@ -48,9 +48,9 @@ def test_the_published_page_is_made_of_the_published_figures(rehearse: ModuleTyp
     assert (RESULTS / "README.md").read_text() == rehearse.as_page(document)
 
 
-def test_what_is_published_was_judged_by_the_present_criteria() -> None:
+def test_every_scenario_is_published_as_judged_by_its_present_criteria() -> None:
     published = json.loads((RESULTS / "results.json").read_text())["scenarios"]
-    assert {"H1", "overload", "kitchen_light", "homework"} <= set(published) <= set(scenarios.names())
+    assert list(published) == list(scenarios.names())
     for name, entry in published.items():
         now = [(c.name, c.text, c.over) for c in scenarios.load(name).criteria]
         assert [(c["name"], c["check"], c["over"]) for c in entry["criteria"]] == now, name
