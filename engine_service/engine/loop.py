@@ -355,6 +355,11 @@ class Engine:
         with self._wakeup:
             return memory.report(self._scheduler.state)
 
+    def eta_s(self, request_id: RequestId) -> float | None:
+        """Return the seconds until the request probably starts, None if it does not wait or nobody knows."""
+        with self._wakeup:
+            return self._scheduler.eta_s(request_id, now=self._clock())
+
     async def changed(self, *, after: int) -> int:
         """Wait until something happened since version `after`; return the version."""
         while self._version <= after:

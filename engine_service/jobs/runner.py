@@ -52,6 +52,10 @@ class Run(Protocol):
         """Return the whole answer; only after `outputs` was used up."""
         ...
 
+    def wait_s(self) -> float | None:
+        """Return the seconds until it probably starts; None if it does not wait, or unknown."""
+        ...
+
     def close(self) -> None:
         """Give it up unless it has ended."""
         ...
@@ -71,8 +75,16 @@ class _Running:
 
     job: Job
     task: asyncio.Task[None]
+    run: Run | None = None  #: once the engine has taken it
     first_output_at: float | None = None
     tokens_before: int = 0
+
+    def pace_s(self, now: float) -> float | None:
+        """Return the seconds (> 0) an output token took until now, None if that cannot be said yet."""
+        fresh = len(self.job.output.token_ids) - self.tokens_before
+        if self.first_output_at is None or fresh <= 1 or now <= self.first_output_at:
+            return None
+        return (now - self.first_output_at) / fresh
 
 
 class Feed:
@@ -115,6 +127,7 @@ class JobRunner:
         self._running: dict[str, _Running] = {}
         self._not_before: dict[str, float] = {}
         self._faults: dict[str, int] = {}
+        self._last_pace_s: float | None = None
         self._feeds: set[Feed] = set()
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
@@ -182,16 +195,25 @@ class JobRunner:
             self._feeds.discard(feed)
 
     def eta_s(self, job: Job) -> float | None:
-        """Return about how long a running job takes yet (seconds), None if that cannot be said."""
-        entry = self._running.get(job.job_id)
-        most = job.max_tokens
-        if entry is None or entry.first_output_at is None or most is None:
+        """Return about how long the job takes yet (seconds), None if that cannot be said.
+
+        One that waits for its turn is expected to be written as fast as those that are, or as the last one.
+        """
+        entry, most, now = self._running.get(job.job_id), job.max_tokens, self._clock()
+        if entry is None or most is None:
             return None
-        written = len(job.output.token_ids)
-        passed_s, fresh = self._clock() - entry.first_output_at, written - entry.tokens_before
-        if fresh <= 1 or passed_s <= 0:
+        if entry.first_output_at is None:
+            wait_s = None if entry.run is None else entry.run.wait_s()
+            pace_s = None if wait_s is None else self._usual_pace_s(now)
+        else:
+            wait_s, pace_s = 0.0, entry.pace_s(now)
+        if wait_s is None or pace_s is None:
             return None
-        return max(0, most - written) * passed_s / fresh
+        return wait_s + max(0, most - len(job.output.token_ids)) * pace_s
+
+    def _usual_pace_s(self, now: float) -> float | None:
+        paces = [pace for entry in self._running.values() if (pace := entry.pace_s(now)) is not None]
+        return sum(paces) / len(paces) if paces else self._last_pace_s
 
     def _as_now(self, job: Job) -> Job:
         """Return the job with what it has written since it was last kept."""
@@ -278,6 +300,8 @@ class JobRunner:
     async def _answer(self, job: Job) -> Json:
         """Order the job and follow it; return the answer."""
         run = await self._work.start(job)
+        entry = self._running[job.job_id]
+        entry.run = run
         try:
             if not await self._store.begin(job.job_id, now=self._clock()):
                 raise asyncio.CancelledError  # it ended while it was ordered
@@ -291,6 +315,7 @@ class JobRunner:
                     await self._keep(job.job_id, output)
             return run.result()
         finally:
+            self._last_pace_s = entry.pace_s(self._clock()) or self._last_pace_s
             run.close()
 
     def _note(self, job_id: str, output: Output, now: float) -> None:

@@ -34,7 +34,7 @@ class ChatWork:
         plan = await plan_chat(self._service, message, job.who)
         written = resumable(job.output, plan, message.options, self._service.engine.tokenizer.decode)
         run, reply = await ordered(self._service, _continued(plan, written))
-        return ChatRun(run, reply, written)
+        return ChatRun(run, reply, written, lambda: self._service.engine.eta_s(run.request_id))
 
 
 def resumable(
@@ -66,11 +66,12 @@ def _continued(plan: Plan, written: Output) -> Plan:
 class ChatRun:
     """A chat completion under way, told as one answer however often it was begun."""
 
-    def __init__(self, run: Running, reply: Reply, written: Output):
-        """Follow run; what was written before belongs to the answer."""
+    def __init__(self, run: Running, reply: Reply, written: Output, wait_s: Callable[[], float | None]):
+        """Follow run; what was written before belongs to the answer. wait_s asks how long it waits yet."""
         self._run = run
         self._reply = reply
         self._written = written
+        self._wait_s = wait_s
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         """Yield all that is written so far; raise the EngineError that ended it."""
@@ -98,6 +99,10 @@ class ChatRun:
     def result(self) -> dict[str, Any]:
         """Return the chat completion."""
         return self._reply.whole()
+
+    def wait_s(self) -> float | None:
+        """Return the seconds until it probably starts; None if it does not wait, or unknown."""
+        return self._wait_s()
 
     def close(self) -> None:
         """Give the request up unless it has ended."""

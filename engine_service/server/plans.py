@@ -16,6 +16,7 @@ from engine_service.chat.sampling import sampling_for
 from engine_service.engine.sessions import Finished, Order, Session, SessionEvent
 from engine_service.errors import EngineError, InvalidRequest, UnknownModel
 from engine_service.protocol import ChatRequest, CompletionRequest, Extension, Message, Options
+from engine_service.scheduling.model import RequestId
 from engine_service.server.meters import Meters
 from engine_service.server.replies import ChatReply, Head, Reply, TextReply
 from engine_service.server.service import Service
@@ -143,6 +144,11 @@ class Running:
         self._caller = caller
         self._meters = meters
         self._outcome = "cancelled"
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request as the engine knows it."""
+        return self._session.request_id
 
     async def events(self) -> AsyncGenerator[SessionEvent, None]:
         """Yield the session's events; raise the EngineError that ended it."""

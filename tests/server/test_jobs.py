@@ -220,6 +220,21 @@ async def test_a_running_job_says_how_long_it_takes_yet(home: Household) -> None
     await home.ask("DELETE", f"/v1/jobs/{job['id']}")
 
 
+async def test_a_job_that_waits_says_how_long_it_takes_until_it_is_written(crowded_home: Household) -> None:
+    home = crowded_home
+    await until(home, (await submitted(home, order(20)))["id"])  # so that something was measured
+    first = await submitted(home, order(3000))
+    await until_writing(home, first["id"], 5)
+    second = await submitted(home, order(3000))
+    waiting = await until(home, second["id"], {"running"})
+    assert waiting["progress"]["output_tokens"] == 0
+    assert waiting["eta_s"] > 0
+    unlimited = await submitted(home, {"messages": order()["messages"]})
+    assert (await until(home, unlimited["id"], {"running"}))["eta_s"] is None
+    for job in (first, second, unlimited):
+        await home.ask("DELETE", f"/v1/jobs/{job['id']}")
+
+
 async def test_a_job_goes_on_after_a_restart_where_it_was(start: Start) -> None:
     async with start() as home:
         job = await submitted(home, order(400), idempotency_key="k")
