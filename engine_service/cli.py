@@ -13,6 +13,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -33,6 +34,7 @@ from engine_service.scheduling.scheduler import Scheduler
 from engine_service.server.discovery import announced
 from engine_service.server.residents import merged
 from engine_service.server.serving import bind, build_service, serving, url_of
+from engine_service.server.tls import renew, server_context
 from engine_service.settings import (
     FILE_NAME,
     TOKEN_VARIABLE,
@@ -190,16 +192,19 @@ def _serve(settings: Settings, state: StateFolder, load_again: Callable[[], Sett
     set_up_logging(settings.log)
     kept = state.residents()
     tokens = _tokens(settings, state)
+    tls = server_context(settings.server)
     bound = _bound(settings)
     try:
         backend = _opened(settings)
         engine = _engine(settings, merged(settings.residents, kept), backend, state)
-        has_failed = asyncio.run(_run(engine, settings, state, tokens, kept, bound, load_again))
+        has_failed = asyncio.run(_run(engine, settings, state, tokens, kept, bound, tls, load_again))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         # Another engine bound the same port while both loaded their models, and listened first.
-        raise _AddressError(f"cannot listen on {url_of(bound)}: {error.strerror}") from None
+        raise _AddressError(
+            f"cannot listen on {url_of(bound, settings.server.scheme)}: {error.strerror}"
+        ) from None
     finally:
         bound.close()
     if has_failed:
@@ -308,6 +313,7 @@ async def _run(
     tokens: tuple[TokenSetting, ...],
     kept: tuple[NamedResident, ...],
     bound: socket.socket,
+    tls: ssl.SSLContext | None,
     load_again: Callable[[], Settings],
 ) -> bool:
     """Serve until the end; return whether the engine failed."""
@@ -316,9 +322,16 @@ async def _run(
     if not settings.server.tokens and not service.tokens.all():
         _progress(f"pairing code: {service.pairing.open()} (ten minutes, one use; later: fairhearth pair)")
     server = settings.server
-    async with serving(service, bound, max_body_bytes=server.max_body_bytes, drain_s=server.drain_s):
-        print(f"READY {url_of(bound)}", flush=True)
+
+    def load_all_again() -> Settings:
+        fresh = load_again()
+        if tls is not None:
+            renew(tls, fresh.server)
+        return fresh
+
+    async with serving(service, bound, max_body_bytes=server.max_body_bytes, drain_s=server.drain_s, tls=tls):
+        print(f"READY {url_of(bound, server.scheme)}", flush=True)
         async with announced(bound, server, engine_id=service.engine_id):
-            has_failed = await until_stopped(service, signals, settings, load_again)
+            has_failed = await until_stopped(service, signals, settings, load_all_again)
         _progress("stopping: running answers may finish")
     return has_failed

@@ -129,6 +129,13 @@ class ServerSettings:
     announce: bool | None = None  #: None: where others can reach it
     max_body_bytes: int = 4 * 2**20
     drain_s: float = 5.0
+    tls_certificate: Path | None = None  #: None: no TLS
+    tls_key: Path | None = None  #: None: it is in the certificate's file
+
+    @property
+    def scheme(self) -> str:
+        """Return how addresses of this engine begin: http or https."""
+        return "https" if self.tls_certificate else "http"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,6 +351,8 @@ _FILE: Final = table(
                 vol.Optional("announce"): boolean,
                 vol.Optional("max_body_bytes"): whole_number(1024, 2**30),
                 vol.Optional("drain_s"): number(0, 3600),
+                vol.Optional("tls_certificate"): _PATH,
+                vol.Optional("tls_key"): _PATH,
             },
             what="key",
         ),
@@ -451,7 +460,7 @@ def _settings(raw: Mapping[str, Any], *, base: Path) -> Settings:
     paths = dict(raw.get("paths", {}))
     event_log = paths.pop("event_log", None)
     return Settings(
-        server=_server(raw.get("server", {})),
+        server=_server(raw.get("server", {}), base),
         model=_model(raw.get("model", {}), base),
         scheduler=scheduler,
         policy=_policy(policy),
@@ -468,8 +477,12 @@ def _located(path: str, base: Path) -> Path:
     return base / Path(path).expanduser()
 
 
-def _server(raw: Mapping[str, Any]) -> ServerSettings:
+def _server(raw: Mapping[str, Any], base: Path) -> ServerSettings:
     given = dict(raw)
+    if "tls_key" in given and "tls_certificate" not in given:
+        raise _BadTable("server.tls_key is of no use without server.tls_certificate")
+    for key in {"tls_certificate", "tls_key"} & given.keys():
+        given[key] = _located(given[key], base)
     tokens = [
         TokenSetting(
             name=entry["name"],

@@ -220,12 +220,15 @@ class FairhearthConfigFlow(ConfigFlow, domain=DOMAIN):
         """Take up an engine that announced itself; it says who it is, the code is still asked for."""
         address = discovery_info.ip_address
         host = f"[{address}]" if address.version == 6 else str(address)
-        self._discovered_url = f"http://{host}:{discovery_info.port}"
+        is_encrypted = discovery_info.properties.get("scheme") == "https"
+        self._discovered_url = f"{'https' if is_encrypted else 'http'}://{host}:{discovery_info.port}"
         engine_id = discovery_info.properties.get("engine_id")
         if not engine_id:
             return self.async_abort(reason="not_an_engine")
         await self.async_set_unique_id(engine_id)
-        self._abort_if_unique_id_configured(updates={CONF_URL: self._discovered_url}, reload_on_update=False)
+        # A certificate is for the name that was entered, as a rule; what is announced is a number.
+        updates = None if is_encrypted else {CONF_URL: self._discovered_url}
+        self._abort_if_unique_id_configured(updates=updates, reload_on_update=False)
         self.context["title_placeholders"] = {"name": discovery_info.name.partition(".")[0]}
         return await self.async_step_zeroconf_confirm()
 

@@ -31,6 +31,8 @@ EXAMPLES: Final = {
     "server.tokens": '[{ name = "kitchen-tablet", token = "another-16-characters", scopes = ["generate"] }]',
     "server.users": '{ "alice@example.org" = "alice" }',
     "server.announce": "true",
+    "server.tls_certificate": '"certificate.pem"',
+    "server.tls_key": '"key.pem"',
     "model.path": '"models/some-model.gguf"',
     "model.threads": "4",
     "model.exllamav2.gpu_split": "[20.0, 20.0]",

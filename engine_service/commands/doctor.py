@@ -35,6 +35,7 @@ from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, print_js
 from engine_service.errors import SettingsError
 from engine_service.footprint import footprint_of
 from engine_service.identity.tokens import TokenBook
+from engine_service.server.tls import own_client_context, server_context
 from engine_service.settings import BackendName, DeviceName, Settings
 
 _BUILT: Final = 1_780_000_000  # May 2026: a clock before that was never set
@@ -120,6 +121,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     if settings.model.backend is not BackendName.SIMULATED:
         yield _model(settings)
     yield _port(settings)
+    yield from _tls(settings)
     yield _clock(settings)
     yield _discovery(settings)
 
@@ -300,7 +302,7 @@ def _port(settings: Settings) -> Finding:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        who = _who_serves(host, port)
+        who = _who_serves(settings)
         if who:
             return good("port", f"{host}:{port} is served by {who}")
         return bad(
@@ -309,14 +311,29 @@ def _port(settings: Settings) -> Finding:
     return good("port", f"{host}:{port} is free")
 
 
-def _who_serves(host: str, port: int) -> str | None:
-    """Return which engine answers there; None if it is none."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+def _tls(settings: Settings) -> Iterator[Finding]:
+    server = settings.server
+    if server.tls_certificate is None:
+        return
     try:
-        with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=_ASK_S) as answer:
+        server_context(server)
+    except SettingsError as error:
+        yield bad("encryption", error.message, "mend the file, or take the setting away to serve without TLS")
+    else:
+        yield good("encryption", f"TLS with the certificate in {server.tls_certificate}")
+
+
+def _who_serves(settings: Settings) -> str | None:
+    """Return which engine answers at the settings' address; None if it is none."""
+    server = settings.server
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)
+    try:
+        trusted = own_client_context(server)
+        url = f"{server.scheme}://{host}:{server.port}/health"
+        with urllib.request.urlopen(url, timeout=_ASK_S, context=trusted) as answer:
             health = json.load(answer)
         return f"fairhearth {health['version']} with {health['model']} (engine {health['engine_id'][:8]})"
-    except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError):
+    except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError, SettingsError):
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, fail, table
+from engine_service.server.tls import own_client_context
 from engine_service.settings import Settings
 
 _BAR_CELLS: Final = 20
@@ -43,8 +45,9 @@ def run_top(parsed: argparse.Namespace, settings: Settings) -> int:
     """Run `fairhearth top`."""
     url = (parsed.url or _url(settings)).rstrip("/")
     token = _token(settings)
+    trusted = None if parsed.url else own_client_context(settings.server)
     try:
-        asyncio.run(_show(url, token, is_once=parsed.once))
+        asyncio.run(_show(url, token, trusted, is_once=parsed.once))
     except KeyboardInterrupt:
         return EXIT_OK
     except _Refused as error:
@@ -58,10 +61,9 @@ def run_top(parsed: argparse.Namespace, settings: Settings) -> int:
 
 
 def _url(settings: Settings) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.server.host, settings.server.host)
-    return (
-        f"http://[{host}]:{settings.server.port}" if ":" in host else f"http://{host}:{settings.server.port}"
-    )
+    server = settings.server
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+    return f"{server.scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
 
 
 def _token(settings: Settings) -> str | None:
@@ -77,10 +79,16 @@ class _Refused(Exception):
     """The engine answered with an error; the message is its own."""
 
 
-async def _show(url: str, token: str | None, *, is_once: bool) -> None:
+async def _show(url: str, token: str | None, trusted: ssl.SSLContext | None, *, is_once: bool) -> None:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=None, connect=_ANSWER_S, sock_read=_SILENT_S)
-    async with aiohttp.ClientSession(url, headers=headers, timeout=timeout, read_bufsize=_LINE_BYTES) as http:
+    async with aiohttp.ClientSession(
+        url,
+        connector=aiohttp.TCPConnector(ssl=trusted or True),
+        headers=headers,
+        timeout=timeout,
+        read_bufsize=_LINE_BYTES,
+    ) as http:
         if is_once:
             console().print(render(await _get(http, "/v1/fairness"), await _get(http, "/v1/capacity")))
             return

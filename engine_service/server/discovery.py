@@ -1,7 +1,7 @@
 """Announces the engine in the local network by DNS-SD, so that Home Assistant finds it.
 
-Decides what is told: address, port, id and version; the token is still asked for. A network that does not
-take announcements is logged and costs nothing else. Source: RFC 6763; docs/wire.md.
+Decides what is told: address, port, id, version, http or https; the token is still asked for. A network that
+does not take announcements is logged and costs nothing else. Source: RFC 6763; docs/wire.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def announced(bound: socket.socket, settings: ServerSettings, *, engine_id
     if not (is_reachable(bound) if settings.announce is None else settings.announce):
         yield
         return
-    info = service_info(bound, name=settings.name, engine_id=engine_id)
+    info = service_info(bound, name=settings.name, engine_id=engine_id, scheme=settings.scheme)
     host = bound.getsockname()[0]
     interfaces = InterfaceChoice.All if is_reachable(bound) else [host]
     try:
@@ -59,7 +59,9 @@ async def announced(bound: socket.socket, settings: ServerSettings, *, engine_id
         await zeroconf.async_close()
 
 
-def service_info(bound: socket.socket, *, name: str, engine_id: str) -> AsyncServiceInfo:
+def service_info(
+    bound: socket.socket, *, name: str, engine_id: str, scheme: str = "http"
+) -> AsyncServiceInfo:
     """Return what is announced."""
     host, port = bound.getsockname()[:2]
     suffix = f" {engine_id[:_ID_DIGITS]}"
@@ -68,7 +70,7 @@ def service_info(bound: socket.socket, *, name: str, engine_id: str) -> AsyncSer
         SERVICE_TYPE,
         f"{label}.{SERVICE_TYPE}",
         port=port,
-        properties={"engine_id": engine_id, "version": __version__},
+        properties={"engine_id": engine_id, "version": __version__, "scheme": scheme},
         server=f"fairhearth-{engine_id[:12]}.local.",
         parsed_addresses=_addresses(host),
     )

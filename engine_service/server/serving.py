@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -49,11 +50,11 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, scheme: str = "http") -> str:
     """Return the address a client on this machine would use."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def build_service(
@@ -99,6 +100,7 @@ async def serving(
     max_body_bytes: int,
     drain_s: float,
     silence_s: float = SILENCE_S,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
     """Serve while the block runs; then drain for up to drain_s seconds and close socket and engine."""
     runner = web.AppRunner(
@@ -114,7 +116,7 @@ async def serving(
         if service.policies.current.number:
             await service.engine.set_policy(service.policies.current.policy)
         await service.jobs.open(ChatWork(service))
-        await web.SockSite(runner, bound, backlog=_BACKLOG).start()
+        await web.SockSite(runner, bound, ssl_context=tls, backlog=_BACKLOG).start()
         yield
     finally:
         service.stopping.set()

@@ -27,7 +27,7 @@ class Process:
         assert self._process.stdout is not None
         async with asyncio.timeout(START_S):
             line = (await self._process.stdout.readline()).decode()
-        assert line.startswith("READY http://"), line + await self.errors()
+        assert line.startswith(("READY http://", "READY https://")), line + await self.errors()
         self.url = line.removeprefix("READY ").strip()
         return self.url
 

@@ -428,6 +428,25 @@ async def test_a_known_engine_is_found_at_its_new_address(
     assert entry.data[CONF_URL] == f"http://192.168.1.9:{engine.port}"
 
 
+async def test_a_known_engine_with_a_certificate_keeps_the_name_it_was_entered_by(
+    hass: HomeAssistant, engine: FakeEngine, entry: MockConfigEntry
+) -> None:
+    entry.add_to_hass(hass)
+    before = entry.data[CONF_URL]
+    info = announcement(engine, host="192.168.1.9", engine_id=ENGINE_ID, scheme="https")
+    result = await found(hass, info)
+    assert (result["type"], result["reason"]) == (FlowResultType.ABORT, "already_configured")
+    assert entry.data[CONF_URL] == before
+
+
+async def test_an_engine_announced_with_https_is_asked_by_https(
+    hass: HomeAssistant, engine: FakeEngine
+) -> None:
+    result = await found(hass, announcement(engine, engine_id=ENGINE_ID, scheme="https"))
+    https = engine.url.replace("http:", "https:")
+    assert result["description_placeholders"] == {"url": https}
+
+
 async def test_an_announcement_without_an_id_is_not_taken_up(hass: HomeAssistant, engine: FakeEngine) -> None:
     result = await found(hass, announcement(engine))
     assert (result["type"], result["reason"]) == (FlowResultType.ABORT, "not_an_engine")

@@ -44,7 +44,11 @@ async def test_an_announced_engine_is_found_with_its_id_and_leaves_when_it_ends(
         assert info is not None
         assert info.port == loopback.getsockname()[1]
         assert info.parsed_addresses() == ["127.0.0.1"]
-        assert info.decoded_properties == {"engine_id": ENGINE_ID, "version": __version__}
+        assert info.decoded_properties == {
+            "engine_id": ENGINE_ID,
+            "version": __version__,
+            "scheme": "http",
+        }
     assert await found(name, timeout_s=1) is None
 
 
