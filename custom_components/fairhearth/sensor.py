@@ -25,7 +25,7 @@ from homeassistant.helpers.typing import StateType
 from .attribution import GUEST, HOUSE, WorkloadClass
 from .const import CONF_DAILY_TOKENS, CONF_RESIDENT_ID, SUBENTRY_RESIDENT, UNIT_TOKENS
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
-from .engine_client import ClassReport, FairnessSnapshot, Quantiles, ResidentReport
+from .engine_client import ClassReport, FairnessSnapshot, Quantiles, Report, ResidentReport
 from .entity import FairhearthEntity, account_device, account_key, engine_device, subentry_device
 from .jobs import job_fields
 
@@ -41,6 +41,9 @@ ACCOUNTS: Final = (GUEST, HOUSE)
 
 ENABLED_CLASSES: Final = frozenset({WorkloadClass.VOICE, WorkloadClass.CHAT, WorkloadClass.BACKGROUND})
 """Classes that every household sees; the others can be enabled."""
+
+ANSWERED_CLASSES: Final = frozenset(WorkloadClass) - {WorkloadClass.EMBEDDING, WorkloadClass.BACKGROUND}
+"""Classes that somebody waits for; the engine measures them by targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ def _spread(quantiles: Quantiles) -> dict[str, Any]:
     }
 
 
-def _duration[ReportT: ClassReport](
+def _duration[ReportT: Report](
     key: str, read: Callable[[ReportT], Quantiles], *, is_enabled: bool = True, precision: int = 2
 ) -> FairhearthSensorDescription[ReportT]:
     return FairhearthSensorDescription(
@@ -82,6 +85,28 @@ def _duration[ReportT: ClassReport](
         entity_registry_enabled_default=is_enabled,
         value_fn=lambda report: _rounded(read(report).p95, 3),
         attributes_fn=lambda report: _spread(read(report)),
+    )
+
+
+def _seconds[ReportT](
+    key: str,
+    read: Callable[[ReportT], float | None],
+    *,
+    precision: int,
+    category: EntityCategory | None = None,
+) -> FairhearthSensorDescription[ReportT]:
+    """Describe a time that changes all the while: for who looks for a cause, not for every household."""
+    return FairhearthSensorDescription(
+        key=key,
+        translation_key=key,
+        device_class=SensorDeviceClass.DURATION,
+        native_unit_of_measurement=UnitOfTime.SECONDS,
+        suggested_unit_of_measurement=UnitOfTime.SECONDS,
+        suggested_display_precision=precision,
+        state_class=SensorStateClass.MEASUREMENT,
+        entity_registry_enabled_default=False,
+        entity_category=category,
+        value_fn=lambda report: _rounded(read(report), 3),
     )
 
 
@@ -142,8 +167,14 @@ CLASS_SENSORS: Final[tuple[FairhearthSensorDescription[ClassReport], ...]] = (
     _duration("queue_time_p95", lambda report: report.queue_time),
     _duration("time_to_first_token_p95", lambda report: report.time_to_first_token),
     _gauge("requests_waiting", lambda report: report.requests_waiting),
+    _seconds("starvation_age", lambda report: report.starvation_age_s, precision=0),
 )
 """Per class; key and name end in the class."""
+
+ANSWER_SENSORS: Final[tuple[FairhearthSensorDescription[ClassReport], ...]] = (
+    _gauge("slo_attainment", lambda report: _percent(report.slo_attainment), unit=PERCENTAGE),
+)
+"""The same, of the classes that have targets."""
 
 
 def _kv_memory_used(snapshot: FairnessSnapshot) -> float | None:
@@ -164,6 +195,20 @@ ENGINE_SENSORS: Final[tuple[FairhearthSensorDescription[FairnessSnapshot], ...]]
         precision=1,
     ),
     _gauge("fairness_index", lambda snapshot: _rounded(snapshot.engine.fairness_index, 3), precision=2),
+    _gauge(
+        "bound_used",
+        lambda snapshot: _percent(snapshot.engine.bound_used),
+        unit=PERCENTAGE,
+        precision=1,
+        is_enabled=False,
+        category=EntityCategory.DIAGNOSTIC,
+    ),
+    _seconds(
+        "longest_iteration",
+        lambda snapshot: snapshot.engine.longest_iteration_s,
+        precision=3,
+        category=EntityCategory.DIAGNOSTIC,
+    ),
     _counter("tokens_served", lambda snapshot: snapshot.engine.tokens_served),
     FairhearthSensorDescription(
         key="model",
@@ -200,7 +245,8 @@ def _engine_sensors(coordinator: FairhearthCoordinator) -> Iterator[SensorEntity
     for description in ENGINE_SENSORS:
         yield EngineSensor(coordinator, description)
     for workload_class in WorkloadClass:
-        for class_description in CLASS_SENSORS:
+        answered = ANSWER_SENSORS if workload_class in ANSWERED_CLASSES else ()
+        for class_description in (*CLASS_SENSORS, *answered):
             yield ClassSensor(coordinator, class_description, workload_class)
 
 
@@ -287,7 +333,9 @@ class ClassSensor(FairhearthSensor[ClassReport]):
             description,
             key=key,
             translation_key=key,
-            entity_registry_enabled_default=workload_class in ENABLED_CLASSES,
+            entity_registry_enabled_default=(
+                description.entity_registry_enabled_default and workload_class in ENABLED_CLASSES
+            ),
         )
         self._workload_class = workload_class
 

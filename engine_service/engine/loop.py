@@ -101,6 +101,7 @@ from engine_service.scheduling.model import (
 )
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.scheduling.snapshot import SnapshotError
+from engine_service.scheduling.targets import TARGETS
 
 _LOGGER = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 0.005
@@ -128,6 +129,8 @@ class _Live:
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+    num_gaps: int = 0  #: between output tokens
+    num_late: int = 0  #: of them, longer than the class's target
     was_preempted: bool = False
     is_on_backend: bool = False
     cached_tokens: int | None = None  #: found at the last admission, not yet told to the core
@@ -567,8 +570,16 @@ class Engine:
         """Note that the caller went away (any thread)."""
         with self._wakeup:
             self._tell(Cancelled(request_id=request_id))
-            self._live.pop(request_id, None)
+            live = self._live.pop(request_id, None)
+            if live is not None and live.first_token_at is None:
+                self._note_given_up(live)
             self._wakeup.notify()
+
+    def _note_given_up(self, live: _Live) -> None:
+        """Count who gave up because nothing came in time, but nobody who simply changed their mind."""
+        now, target = self._clock(), TARGETS.get(live.request.class_id)
+        if target is not None and now - live.arrived_at > target.first_token_s:
+            self._judge(live, is_met=False, now=now)
 
     def _make_room_for_prefix(self, num_tokens: int) -> None:
         """Drop the least recently used prefixes until a new one fits its allowance."""
@@ -837,7 +848,7 @@ class Engine:
             self._tell(
                 IterationDone(results=tuple(results), seconds=outcome.seconds, aborted=outcome.aborted)
             )
-            self._observer.iteration_done(self._scheduler, now=now)
+            self._observer.iteration_done(self._scheduler, seconds=outcome.seconds, now=now)
             self._keep_ledger()
             self._last_iteration_at = now
         # A slow reader is cut by its own session; this bounds what lies between thread and event loop.
@@ -857,10 +868,10 @@ class Engine:
             delta = Delta(text=one.text, token_ids=one.token_ids, logprobs=one.logprobs)
             batch.events.append((live.session, delta))
         if one.error is not None:
-            self._end(live)
+            self._end(live, failed=True, now=now)
             batch.events.append((live.session, self._fault(one.error)))
         elif one.finish_reason is not None:
-            self._end(live)
+            self._end(live, failed=False, now=now)
             if not live.request.paid_by_system:
                 for timers in live.timers:
                     timers.completion.add(now - live.arrived_at, now=now)
@@ -884,13 +895,33 @@ class Engine:
             for timers in live.timers:
                 timers.first_token.add(now - live.arrived_at, now=now)
         elif live.last_token_at is not None:
+            gap_s = (now - live.last_token_at) / count
             for timers in live.timers:
-                timers.inter_token.add((now - live.last_token_at) / count, now=now)
+                timers.inter_token.add(gap_s, now=now)
+            target = TARGETS.get(live.request.class_id)
+            live.num_gaps += count
+            live.num_late += count if target is not None and gap_s > target.inter_token_s else 0
         live.last_token_at = now
 
-    def _end(self, live: _Live) -> None:
+    def _end(self, live: _Live, *, failed: bool, now: float) -> None:
+        target, first_at = TARGETS.get(live.request.class_id), live.first_token_at
+        is_met = (
+            not failed
+            and target is not None
+            and first_at is not None
+            and target.is_met(
+                first_token_s=first_at - live.arrived_at, num_gaps=live.num_gaps, num_late=live.num_late
+            )
+        )
         with self._wakeup:
             self._live.pop(live.request.request_id, None)
+            self._judge(live, is_met=is_met, now=now)
+
+    def _judge(self, live: _Live, *, is_met: bool, now: float) -> None:
+        """Count one request of a class with targets that was to say something (lock held)."""
+        request = live.request
+        if request.class_id in TARGETS and request.max_tokens and not request.paid_by_system:
+            self._observer.answered(request.class_id, is_met=is_met, now=now)
 
     @staticmethod
     def _fault(error: Exception) -> EngineError:
@@ -955,6 +986,7 @@ class Engine:
     def _drop(self, live: _Live) -> None:
         """Forget a request that ends with its backend (lock held)."""
         self._live.pop(live.request.request_id)
+        self._judge(live, is_met=False, now=self._clock())
         self._tell(Cancelled(request_id=live.request.request_id))
 
     def _fail(self, reason: str) -> None:
@@ -1020,6 +1052,7 @@ class Engine:
                 if state.in_flight is None and state.total_waiting:
                     self._tell(Ticked())
                     self._wakeup.notify()
+                    self._bump()  # whoever waits has waited longer
                 if self._num_given_up() != self._kept_given_up:
                     self._keep_ledger()  # no iteration has come since
 

@@ -8,6 +8,11 @@ Definitions
 * inter-token latency: gap between output tokens of one request. Completion time: arrival to finish.
 * service share: part of the service units charged in the window. Entitled share: part of the weights of
   the residents with demand in the window.
+* bound used: the widest difference in service between two who wait in the same class, as part of what the
+  core allows (`invariants.bound_used`). Longest iteration: of the window.
+* SLO attainment: part of the answers of the window that kept their class's targets (`scheduling.targets`).
+  What failed did not, nor did what was given up after the first token was due.
+* starvation age: how long the request of a class that has waited longest has got nothing.
 * fairness index: Jain's index of service per weight over residents who had to wait in the window (those
   who ask for less than their share would only distort it); 1.0 where fewer than two had to.
 """
@@ -18,9 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_service.engine.quantiles import WindowedQuantiles
+from engine_service.engine.quantiles import WindowedMaximum, WindowedQuantiles
 from engine_service.scheduling.counters import Account
-from engine_service.scheduling.invariants import InvariantBroken, TooFarAhead, check
+from engine_service.scheduling.invariants import InvariantBroken, TooFarAhead, bound_used, check
 from engine_service.scheduling.model import MICRO, RequestState, ResidentId, WorkloadClass
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.scheduling.windows import WindowSum
@@ -79,6 +84,12 @@ class _Share:
 
 
 @dataclass(slots=True)
+class _Answers:
+    all: WindowSum
+    good: WindowSum
+
+
+@dataclass(slots=True)
 class Observer:
     """Collects durations while the engine runs and reads the rest off the scheduler."""
 
@@ -87,12 +98,15 @@ class Observer:
     _residents: dict[ResidentId, Timers] = field(default_factory=dict)
     _classes: dict[WorkloadClass, Timers] = field(default_factory=dict)
     _shares: dict[ResidentId, _Share] = field(default_factory=dict)
+    _answers: dict[WorkloadClass, _Answers] = field(default_factory=dict)
     _tokens: WindowSum = field(init=False)
+    _iterations: WindowedMaximum = field(init=False)
     _last_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Open the windows."""
         self._tokens = WindowSum(_RATE_WINDOW_S)
+        self._iterations = WindowedMaximum(self.window_s)
 
     def timers(self, resident_id: ResidentId, class_id: WorkloadClass) -> tuple[Timers, Timers]:
         """Return the timers that a request of this resident and class feeds."""
@@ -108,6 +122,14 @@ class Observer:
         """Note the time a request of the resident spent waiting before it was admitted."""
         self._share(resident_id).waited_ms.add(int(seconds * 1000), now=now)
 
+    def answered(self, class_id: WorkloadClass, *, is_met: bool, now: float) -> None:
+        """Note whether a request of a class with targets kept them (the caller holds the observer still)."""
+        answers = self._answers.get(class_id)
+        if answers is None:
+            answers = self._answers[class_id] = _Answers(WindowSum(self.window_s), WindowSum(self.window_s))
+        answers.all.add(1, now=now)
+        answers.good.add(int(is_met), now=now)
+
     def begin_from(self, scheduler: Scheduler) -> None:
         """Take what an earlier engine served as known, so that it is no sudden service now."""
         accounts = scheduler.state.accounts
@@ -115,8 +137,9 @@ class Observer:
             self._share(resident_id).last_service = account.service
         self._last_tokens = sum(account.tokens_served for account in accounts.values())
 
-    def iteration_done(self, scheduler: Scheduler, *, now: float) -> None:
-        """Take over what the core's ledger gained in the last iteration."""
+    def iteration_done(self, scheduler: Scheduler, *, seconds: float, now: float) -> None:
+        """Take over what the core's ledger gained in the last iteration, and how long that took."""
+        self._iterations.add(seconds, now=now)
         total = 0
         for resident_id, account in scheduler.state.accounts.items():
             share = self._share(resident_id)
@@ -176,6 +199,8 @@ class Observer:
             "policy_notes": notes,
             "tokens_per_second": round(self._tokens.total(now=now) / _RATE_WINDOW_S, 2),
             "fairness_index": round(self._jain(scheduler, now=now), 4),
+            "bound_used": _rounded(bound_used(state), 4),
+            "longest_iteration_s": _rounded(self._iterations.read(now=now), 4),
         }
 
     def _resident(
@@ -212,8 +237,15 @@ class Observer:
             "requests_running": counts.running_by_class.get(class_id, 0),
             "requests_waiting": counts.waiting_by_class.get(class_id, 0),
             **_account(scheduler.state.class_accounts[class_id]),
+            "slo_attainment": self._attainment(class_id, now=now),
+            "starvation_age_s": round(now - counts.starved_since.get(class_id, now), 1),
             **timers.as_dict(now=now),
         }
+
+    def _attainment(self, class_id: WorkloadClass, *, now: float) -> float | None:
+        answers = self._answers.get(class_id)
+        num_answers = answers.all.total(now=now) if answers else 0
+        return round(answers.good.total(now=now) / num_answers, 4) if answers and num_answers else None
 
     def _service_shares(self, scheduler: Scheduler, *, now: float) -> dict[ResidentId, tuple[float, float]]:
         """Return (service share, entitled share) of residents with demand in the window."""
@@ -265,6 +297,7 @@ class _Counts:
         self.waiting: dict[ResidentId, int] = {}
         self.running_by_class: dict[WorkloadClass, int] = {}
         self.waiting_by_class: dict[WorkloadClass, int] = {}
+        self.starved_since: dict[WorkloadClass, float] = {}
         self.paused = 0
         for record in scheduler.state.records.values():
             is_waiting = record.state is RequestState.WAITING
@@ -273,6 +306,9 @@ class _Counts:
             by_resident[record.resident_id] = by_resident.get(record.resident_id, 0) + 1
             by_class[record.class_id] = by_class.get(record.class_id, 0) + 1
             self.paused += record.state is RequestState.PAUSED
+            if is_waiting:
+                since = self.starved_since.get(record.class_id, record.last_served_at)
+                self.starved_since[record.class_id] = min(since, record.last_served_at)
 
 
 def _told(unfair: TooFarAhead, names: Mapping[ResidentId, str]) -> str:
@@ -280,6 +316,10 @@ def _told(unfair: TooFarAhead, names: Mapping[ResidentId, str]) -> str:
     gained, allowed = unfair.gained // MICRO, unfair.allowed // MICRO
     got = f"{ahead} was served {gained} tokens more than {behind} while both waited"
     return f"{got}; the policy allows {allowed}"
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _account(account: Account) -> dict[str, Any]:

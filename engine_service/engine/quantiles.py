@@ -1,4 +1,4 @@
-"""Quantiles over a sliding window of time.
+"""Quantiles and the maximum over a sliding window of time.
 
 Decides nothing. The window is a ring of DDSketch sketches (Masson, Rim, Lee, VLDB 2019; relative error
 1 %), one per slot; a value leaves the window at most one slot late. Sketches merge exactly, so a window is
@@ -65,6 +65,31 @@ class WindowedQuantiles:
             p99=_rounded(merged, 0.99),
             last=self._last,
         )
+
+
+class WindowedMaximum:
+    """The longest of the durations (seconds, >= 0) of the last window_s seconds."""
+
+    def __init__(self, window_s: float) -> None:
+        """Start empty; window_s > 0."""
+        self._slot_s = window_s / _SLOTS
+        self._slots: deque[tuple[int, float]] = deque()
+
+    def add(self, value_s: float, *, now: float) -> None:
+        """Add one measured duration."""
+        slot = int(now / self._slot_s)
+        if self._slots and self._slots[-1][0] >= slot:
+            last, longest = self._slots.pop()
+            self._slots.append((last, max(longest, value_s)))
+        else:
+            self._slots.append((slot, value_s))
+
+    def read(self, *, now: float) -> float | None:
+        """Return the longest of the window, None where nothing was measured."""
+        oldest = int(now / self._slot_s) - _SLOTS
+        while self._slots and self._slots[0][0] <= oldest:
+            self._slots.popleft()
+        return max((longest for _, longest in self._slots), default=None)
 
 
 def _rounded(sketch: DDSketch, quantile: float) -> float | None:

@@ -104,6 +104,17 @@ def _still_waits(record: Record, arrived_at: float) -> bool:
 
 
 @dataclass(slots=True, eq=False)
+class Lead:
+    """How far one flow's resident was ahead of another's while both waited in the class (micro-units)."""
+
+    spells: tuple[int, int, int]  #: epoch and spells of waiting that it holds for
+    at_start: int
+    out_of_order: int  #: what the leading one had been served beside its turn at the start
+    lowest: int
+    highest: int
+
+
+@dataclass(slots=True, eq=False)
 class Bill:
     """What one iteration computed for one payer: tokens are added here, booked and priced by `close`."""
 

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 
 from engine_service.scheduling import admission
-from engine_service.scheduling.flows import Flow
+from engine_service.scheduling.flows import Flow, Lead
 from engine_service.scheduling.model import (
     MICRO,
     FairnessGoal,
@@ -74,6 +74,22 @@ def counter_bound(state: State) -> int:
     return (_unit_bound(state) + policy.voice_bucket + policy.due_budget) * MICRO
 
 
+def bound_used(state: State) -> float | None:
+    """Return the widest difference in service between two who wait in the same class, as part of 2(U+V+A).
+
+    VTC's D (theorem 4.4): over all intervals since both wait, as seen by each `check`. None while no memory
+    is known, and where it is not service in tokens that the household calls equal.
+    """
+    if state.capacity is None or not _compares_service(state):
+        return None
+    widest = max((lead.highest - lead.lowest for lead in state.leads.values()), default=0)
+    return widest / (2 * counter_bound(state))
+
+
+def _compares_service(state: State) -> bool:
+    return state.policy.fairness is FairnessGoal.SERVICE and state.policy.unit is ServiceUnit.TOKENS
+
+
 def lead_bound(state: State) -> int:
     """Return how far one resident may get ahead of another by being served in order, in micro-units.
 
@@ -102,9 +118,7 @@ def _check_leads(state: State) -> None:
     Whoever is held back by limits of its own (page cap, running requests) is not compared.
     """
     leads, state.leads = state.leads, {}
-    if state.policy.fairness is not FairnessGoal.SERVICE or state.policy.unit is not ServiceUnit.TOKENS:
-        return
-    if state.capacity is None:
+    if state.capacity is None or not _compares_service(state):
         return
     bound, passing = lead_bound(state), admission.pass_allowance(state)
     compared: dict[int, list[tuple[Flow, int, int]]] = {}
@@ -119,12 +133,13 @@ def _check_leads(state: State) -> None:
                 continue
             spells, lead = (state.epoch, flow.spell, other.spell), value - other_value
             known = leads.get((flow, other))
-            if known is None or known[0] != spells:
-                known = (spells, lead, extra)
+            if known is None or known.spells != spells:
+                known = Lead(spells, lead, extra, lowest=lead, highest=lead)
+            known.lowest, known.highest = min(known.lowest, lead), max(known.highest, lead)
             state.leads[flow, other] = known
-            allowed = bound + max(0, known[1] - passing) + extra - known[2]
+            allowed = bound + max(0, known.at_start - passing) + extra - known.out_of_order
             if lead > allowed:
-                gained, allowed = lead - known[1], allowed - known[1]
+                gained, allowed = lead - known.at_start, allowed - known.at_start
                 broken.append(TooFarAhead(flow, other, gained=gained, allowed=allowed))
     if broken:
         raise max(broken, key=lambda error: error.gained - error.allowed)

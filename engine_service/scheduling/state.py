@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from engine_service.scheduling.counters import Account, Counters
 from engine_service.scheduling.decisions import Compose
 from engine_service.scheduling.estimator import CostEstimator, IterationShape
-from engine_service.scheduling.flows import Bill, Flow, FlowId
+from engine_service.scheduling.flows import Bill, Flow, FlowId, Lead
 from engine_service.scheduling.lengths import OutputLengths
 from engine_service.scheduling.model import (
     MICRO,
@@ -82,8 +82,7 @@ class State:
     coming_prefixes: dict[RequestId, int] = field(default_factory=dict)  #: pages, arrived and not yet pinned
     recomputed_tokens: int = 0
     epoch: int = 0  #: grows when counters stop being comparable (weights, goal, prices, memory)
-    leads: dict[tuple[Flow, Flow], tuple[tuple[int, int, int], int, int]] = field(default_factory=dict)
-    """Kept by `invariants`: for pairs that wait together, the spell, the lead and the extra at its start."""
+    leads: dict[tuple[Flow, Flow], Lead] = field(default_factory=dict)  #: kept by `invariants`
     has_changed_cost: bool = False  #: the unit or its prices changed: sums before and after do not compare
     num_iterations: int = 0
     spoken_spent: dict[ResidentId, WindowSum] = field(default_factory=dict)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from engine_service.scheduling import invariants
 from engine_service.scheduling.model import MICRO, RequestId, WorkloadClass
 from engine_service.scheduling.scheduler import Scheduler
+from engine_service.scheduling.targets import TARGETS
 from engine_service.simulator import fairness
 from engine_service.simulator.fairness import Ledger
-from engine_service.simulator.meter import TARGETS, Outcome
+from engine_service.simulator.meter import Outcome
 from engine_service.simulator.quantiles import Histogram, Quantiles, of_values
 from engine_service.simulator.runner import Run
 from engine_service.simulator.summary import (
@@ -21,7 +22,6 @@ from engine_service.simulator.summary import (
     Timeline,
 )
 
-_LATE_GAPS = 0.05  #: fraction of an answer's gaps that may be longer than its class's target
 _BACKGROUND_WINDOW_S = 600
 _STEPS = 180  #: about as many steps as a chart has room for
 
@@ -377,10 +377,10 @@ def _is_attained(outcome: Outcome) -> bool:
     target = TARGETS.get(outcome.class_id)
     if target is None or outcome.end != "finished" or outcome.first_token_at is None:
         return False
-    gaps = outcome.sequence.output - 1
-    return (
-        outcome.first_token_at - outcome.arrived_at <= target.ttft_s
-        and outcome.late_gaps <= _LATE_GAPS * gaps
+    return target.is_met(
+        first_token_s=outcome.first_token_at - outcome.arrived_at,
+        num_gaps=outcome.sequence.output - 1,
+        num_late=outcome.late_gaps,
     )
 
 

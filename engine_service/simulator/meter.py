@@ -15,26 +15,10 @@ from engine_service.scheduling.decisions import Admit, Decision, Preempt
 from engine_service.scheduling.events import SequenceResult
 from engine_service.scheduling.model import RequestId, RequestState, Resident, ResidentId, WorkloadClass
 from engine_service.scheduling.scheduler import Scheduler
+from engine_service.scheduling.targets import TARGETS
 from engine_service.simulator.device import Device, Flight, Sequence as DeviceSequence
 from engine_service.simulator.fairness import ServiceGap
 from engine_service.simulator.quantiles import Histogram
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """When a class's requests are answered well."""
-
-    ttft_s: float
-    inter_token_s: float | None
-
-
-TARGETS = {
-    WorkloadClass.VOICE: Target(ttft_s=0.8, inter_token_s=0.12),
-    WorkloadClass.ACCESSIBILITY: Target(ttft_s=0.8, inter_token_s=0.12),
-    WorkloadClass.CHAT: Target(ttft_s=2.5, inter_token_s=0.2),
-    WorkloadClass.AGENT: Target(ttft_s=15.0, inter_token_s=0.3),
-}
-"""Time to first token, and the gap that 95 % of an answer's tokens keep. Others only have to end."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,7 +255,7 @@ class Meter:
             histogram = self.gaps[key] = Histogram()
         histogram.add(gap)
         target = TARGETS.get(outcome.class_id)
-        if target is not None and target.inter_token_s is not None and gap > target.inter_token_s:
+        if target is not None and gap > target.inter_token_s:
             outcome.late_gaps += 1
 
     # ---- after every turn

@@ -152,6 +152,26 @@ async def test_an_exception_in_an_iteration_fails_only_the_guilty(make_engine: M
         assert engine.is_ready
 
 
+async def test_what_was_not_answered_is_not_answered_in_time(make_engine: MakeEngine) -> None:
+    """An answer that fails is judged, one whose caller leaves at once is not, nor is a prefix."""
+    async with make_engine() as (engine, backend):
+        await engine.pin_prefix(tuple(engine.tokenizer.encode(STORY)))
+        hasty = await engine.submit(order(engine, "alice", "agent", STORY, 30))
+        hasty.cancel()
+        report = engine.snapshot().classes
+        assert (report["chat"]["slo_attainment"], report["agent"]["slo_attainment"]) == (None, None)
+        bad = await engine.submit(order(engine, "alice", "chat", QUESTIONS[2], 30))
+        backend.guilty.add(bad.request_id)
+        with pytest.raises(GenerationFailed, match="poisoned"):
+            await read(bad)
+        await ask(engine, "bob", "background", QUESTIONS[0], 4)
+        report = engine.snapshot().classes
+        assert (report["chat"]["slo_attainment"], report["background"]["slo_attainment"]) == (0.0, None)
+        await ask(engine, "bob", "agent", QUESTIONS[0], 1)
+        assert engine.snapshot().classes["agent"]["slo_attainment"] is not None
+        assert engine.snapshot().engine["longest_iteration_s"] > 0
+
+
 async def test_a_lost_backend_is_rebuilt_and_waiting_work_is_kept(
     make_engine: MakeEngine, open_model: object
 ) -> None:

@@ -117,6 +117,7 @@ def report() -> dict[str, Any]:
         "requests_running": 0,
         "requests_waiting": 0,
         "finished": 0,
+        "cancelled": 0,
         "preemptions": 0,
         "rejected": 0,
         "queue_time_s": dict(NO_QUANTILES),

@@ -9,7 +9,7 @@ import yaml
 from pytest_homeassistant_custom_component.common import MockConfigEntry, async_mock_service
 
 from custom_components.fairhearth.attribution import WorkloadClass
-from custom_components.fairhearth.sensor import CLASS_SENSORS
+from custom_components.fairhearth.sensor import ANSWER_SENSORS, CLASS_SENSORS
 from homeassistant.core import HomeAssistant
 from homeassistant.setup import async_setup_component
 from tests.ha.fake_engine import FakeEngine, caller_of
@@ -23,7 +23,7 @@ def test_every_entity_is_explained() -> None:
     second_columns = re.findall(r"^\| [^|]* \| ([^|]*) \|", section, re.MULTILINE)
     explained = {key for column in second_columns for key in re.findall(r"`(\w+)`", column)}
     keys = {key for rows in entity_keys().values() for key in rows}
-    by_class = {f"{description.key}_{item}" for description in CLASS_SENSORS for item in WorkloadClass}
+    by_class = {f"{row.key}_{item}" for row in (*CLASS_SENSORS, *ANSWER_SENSORS) for item in WorkloadClass}
     assert keys - by_class <= explained <= keys
 
 

@@ -18,6 +18,7 @@ from custom_components.fairhearth.engine_client import FairnessSnapshot
 from custom_components.fairhearth.number import RESIDENT_NUMBERS
 from custom_components.fairhearth.sensor import (
     ACCOUNTS,
+    ANSWER_SENSORS,
     CLASS_SENSORS,
     ENABLED_CLASSES,
     ENGINE_SENSORS,
@@ -38,6 +39,7 @@ QUANTILES = {"count": 20, "p50": 0.5, "p95": 1.23456, "p99": 2.0, "last": 0.1}
 
 def busy(snapshot: dict[str, Any]) -> None:
     """Make something of everything happen to Alice, who speaks."""
+    snapshot["classes"]["voice"].update(slo_attainment=0.9512, starvation_age_s=7.0)
     for row in (snapshot["residents"]["alice"], snapshot["classes"]["voice"]):
         row.update(
             tokens={"prefill": 800, "cached": 1200, "decode": 230},
@@ -60,6 +62,8 @@ def busy(snapshot: dict[str, Any]) -> None:
         requests_waiting=5,
         tokens_per_second=61.04,
         fairness_index=0.98765,
+        bound_used=0.12345,
+        longest_iteration_s=0.23456,
         tokens_served=1030,
         policy_met=False,
         policy_notes=["A spoken request of Alice waited 3.1 s, 2 s are the most."],
@@ -112,6 +116,8 @@ SHOWN = [
     ("engine", "requests_waiting", "5", None),
     ("engine", "tokens_per_second", "61.0", "tokens/s"),
     ("engine", "fairness_index", "0.988", None),
+    ("engine", "bound_used", "12.3", "%"),
+    ("engine", "longest_iteration", "0.235", "s"),
     ("engine", "tokens_served", "1030", "tokens"),
     ("engine", "model", "SmolLM2-135M-Instruct", None),
     ("engine", "jobs", "0", None),
@@ -119,6 +125,9 @@ SHOWN = [
     ("engine", "requests_waiting_voice", "3", None),
     ("engine", "time_to_first_token_p95_voice", "0.25", "s"),
     ("engine", "time_to_first_token_p95_embedding", "unknown", "s"),
+    ("engine", "slo_attainment_voice", "95.1", "%"),
+    ("engine", "slo_attainment_chat", "unknown", "%"),
+    ("engine", "starvation_age_voice", "7.0", "s"),
 ]
 
 
@@ -172,10 +181,14 @@ async def test_a_household_first_sees_what_it_needs(
         for row in rows
         if "_queue_time_p95_" in row.unique_id and row.disabled_by is None
     }
+    noisy = {"bound_used", "longest_iteration", "starvation_age_voice", "slo_attainment_agent"}
+    assert {f"{keys['engine']}_{key}" for key in noisy} <= hidden
+    assert f"{keys['engine']}_slo_attainment_voice" not in hidden
     assert shown_classes == {item.value for item in ENABLED_CLASSES}
     assert len(rows) == (
         len(ENGINE_SENSORS)
         + 6 * len(CLASS_SENSORS)
+        + 4 * len(ANSWER_SENSORS)
         + (1 + len(ACCOUNTS)) * len(RESIDENT_SENSORS)
         + len(RESIDENT_NUMBERS)
         + 9  # agent, task, policy met, connection, fairness, jobs, button and two events

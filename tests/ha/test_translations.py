@@ -26,6 +26,7 @@ SOURCE = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("*.p
 def entity_keys() -> dict[str, set[str]]:
     """Return what each platform shows, by the keys of its descriptions and of its single entities."""
     by_class = {f"{description.key}_{item}" for description in sensor.CLASS_SENSORS for item in WorkloadClass}
+    by_class |= {f"{row.key}_{item}" for row in sensor.ANSWER_SENSORS for item in sensor.ANSWERED_CLASSES}
     keys = {
         "number": {description.key for description in number.RESIDENT_NUMBERS},
         "sensor": by_class

@@ -31,7 +31,7 @@ from .errors import (
     UnknownResident,
     WrongCode,
 )
-from .fairness import ClassReport, EngineLoad, FairnessSnapshot, Quantiles, ResidentReport
+from .fairness import ClassReport, EngineLoad, FairnessSnapshot, Quantiles, Report, ResidentReport
 from .jobs import FINAL_STATES, Job, JobOrder
 from .policy import Policy
 from .protocol import (
@@ -97,6 +97,7 @@ __all__ = [
     "QueueFull",
     "QuotaExhausted",
     "ReasoningDelta",
+    "Report",
     "RequestTooLarge",
     "ResidentReport",
     "ResidentSettings",

@@ -52,6 +52,8 @@ class EngineLoad:
     policy_notes: tuple[str, ...]
     tokens_per_second: float | None
     fairness_index: float | None  #: Jain's index, 1 is perfectly even
+    bound_used: float | None  #: widest difference between two who wait alike, as part of what is allowed
+    longest_iteration_s: float | None  #: of the window
 
     @classmethod
     def from_reader(cls, reader: Reader) -> Self:
@@ -69,18 +71,21 @@ class EngineLoad:
             policy_notes=reader.texts("policy_notes"),
             tokens_per_second=reader.number_or_none("tokens_per_second"),
             fairness_index=reader.number_or_none("fairness_index"),
+            bound_used=reader.number_or_none("bound_used"),
+            longest_iteration_s=reader.number_or_none("longest_iteration_s"),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassReport:
-    """What one workload class got."""
+class Report:
+    """What residents and classes have in common."""
 
     tokens: TokenCounts
     tokens_served: int  #: prefill plus decode since the engine started
     requests_running: int
     requests_waiting: int
     finished: int
+    cancelled: int  #: given up by their callers, or failed
     preemptions: int
     rejected: int
     queue_time: Quantiles
@@ -88,14 +93,26 @@ class ClassReport:
     inter_token_latency: Quantiles
     completion_time: Quantiles
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassReport(Report):
+    """What one workload class got."""
+
+    slo_attainment: float | None  #: part of its answers within their targets; None: none judged
+    starvation_age_s: float | None  #: how long the one that waits longest has got nothing
+
     @classmethod
     def from_reader(cls, reader: Reader) -> Self:
         """Read one of `classes` of a snapshot."""
-        return cls(**_report_fields(reader))
+        return cls(
+            **_report_fields(reader),
+            slo_attainment=reader.number_or_none("slo_attainment"),
+            starvation_age_s=reader.number_or_none("starvation_age_s"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentReport(ClassReport):
+class ResidentReport(Report):
     """What one resident got, and what it was entitled to."""
 
     name: str
@@ -127,6 +144,7 @@ def _report_fields(reader: Reader) -> dict[str, Any]:
         "requests_running": reader.integer("requests_running"),
         "requests_waiting": reader.integer("requests_waiting"),
         "finished": reader.integer("finished"),
+        "cancelled": reader.integer("cancelled"),
         "preemptions": reader.integer("preemptions"),
         "rejected": reader.integer("rejected"),
         "queue_time": Quantiles.from_reader(reader.reader("queue_time_s")),
