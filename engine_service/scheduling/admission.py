@@ -217,8 +217,10 @@ def pages_ever_free(state: State, class_id: WorkloadClass, *, keeps_prefix: bool
     capacity = state.known_capacity
     if keeps_prefix:
         return state.prefix_allowance() - state.pages.num_pinned - sum(state.coming_prefixes.values())
+    # Prefixes that were pinned while there was more memory keep what they have.
+    pinned = max(state.prefix_allowance(), state.pages.num_pinned)
     # Beyond its bucket speech competes as chat: it may not count on the headroom.
-    return capacity.num_pages - state.prefix_allowance() - state.headroom_pages(class_id.urgency or 1)
+    return capacity.num_pages - pinned - state.headroom_pages(class_id.urgency or 1)
 
 
 def most_tokens_ever(state: State, class_id: WorkloadClass, *, shared: int = 0) -> int:

@@ -253,3 +253,21 @@ def test_what_the_reserve_lent_beyond_a_cap_is_given_back_to_whoever_is_within_i
     assert preempted(home) == [loan]
     home.run_dry()
     assert home.all_finished()
+
+
+def test_prefixes_pinned_while_there_was_more_memory_make_nobody_wait_for_ever() -> None:
+    """15 of 30 pages are pinned, 7 are speech's: who needs 12 is told so, and who needs 8 is served."""
+    home = Household(capacity=dataclasses.replace(SMALL, num_pages=90), residents=(ALICE,))
+    for prompt in (127, 110):
+        home.ask("alice", "chat", prompt * SMALL.page_tokens // 16, 0, keep_prefix=True)
+    home.run_dry()
+    pinned = home.scheduler.state.pages.num_pinned
+    home.capacity = dataclasses.replace(SMALL, num_pages=2 * pinned)
+    home.tell(CapacityChanged(capacity=home.capacity))
+    headroom = home.scheduler.state.headroom_pages(2)
+    room = (pinned - headroom) * SMALL.page_tokens
+    never = home.ask("alice", "agent", room, 1)
+    assert home.rejected[never].reason == "never_fits"
+    fits = home.ask("alice", "agent", room - 1, 1)
+    home.run_dry()
+    assert home.sequences[fits].finished_at is not None
