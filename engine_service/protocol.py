@@ -8,8 +8,10 @@ files under tests/contract hold both sides of the wire together.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from ipaddress import ip_address
 from typing import Any, Final, NoReturn, TypeVar
 
 import voluptuous as vol
@@ -266,6 +268,28 @@ class ResidentRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Webhook:
+    """Whom to tell when a job has ended."""
+
+    url: str  #: passed `web_address`
+    with_result: bool = False  #: with what the job wrote
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Return host (in small letters) and port."""
+        return web_address(self.url)
+
+    def goes_to(self, hosts: Collection[str]) -> bool:
+        """Return whether it goes to one of these, each a host or host:port."""
+        host, port = self.address
+        return host in hosts or f"{host}:{port}" in hosts
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the object as it is sent."""
+        return {"url": self.url, "with_result": self.with_result}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
     """POST /v1/jobs."""
 
@@ -275,6 +299,7 @@ class JobRequest:
     idempotency_key: str | None = None
     deadline_s: float | None = None
     keep_s: float | None = None
+    webhook: Webhook | None = None
 
     def as_wire(self) -> dict[str, Any]:
         """Return the request as it is sent."""
@@ -284,6 +309,7 @@ class JobRequest:
                 "idempotency_key": self.idempotency_key,
                 "deadline_s": self.deadline_s,
                 "keep_s": self.keep_s,
+                "webhook": None if self.webhook is None else self.webhook.as_wire(),
             }
         )
 
@@ -797,6 +823,60 @@ def _job_request(value: Any) -> dict[str, Any]:
     return mapping(value)  # what it says is checked by `parse_chat_request`
 
 
+_HOST: Final = r"(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
+_HOST_AND_PORT: Final = re.compile(_HOST)
+# So strict that no two readers of addresses can take it for different hosts: no user, no blank, no backslash.
+_WEB_ADDRESS: Final = re.compile(rf"(?P<scheme>https?)://{_HOST}(?:[/?][!\"$-\[\]-~]*)?")
+_MAX_URL: Final = 2048
+
+
+def web_address(url: str) -> tuple[str, int]:
+    """Return host (in small letters) and port of an http(s) address; raise ValueError if it is none."""
+    found = _WEB_ADDRESS.fullmatch(url)
+    if found is None or len(url) > _MAX_URL:
+        raise ValueError("no address")
+    default = 443 if found["scheme"] == "https" else 80
+    return _host(found["host"]), _port(found["port"]) or default
+
+
+def parse_host(value: str) -> str:
+    """Return `host` or `host:port` in small letters; raise ValueError if it is neither."""
+    found = _HOST_AND_PORT.fullmatch(value)
+    if found is None:
+        raise ValueError("no host")
+    port = _port(found["port"])
+    return _host(found["host"]) + (f":{port}" if port else "")
+
+
+def _host(host: str) -> str:
+    if host.startswith("["):
+        ip_address(host[1:-1])
+    return host.lower()
+
+
+def _port(port: str | None) -> int:
+    """Return the port, 0 for none; raise ValueError."""
+    if port is not None and not 1 <= int(port) <= 65535:
+        raise ValueError("no port")
+    return int(port or 0)
+
+
+def _url(value: Any) -> str:
+    url: str = text(at_most=_MAX_URL)(value)
+    try:
+        web_address(url)
+    except ValueError:
+        raise vol.Invalid(
+            "must be an address like http://homeassistant.local:8123/api/webhook/…, in ASCII, "
+            "without user or fragment"
+        ) from None
+    return url
+
+
+described(_url, lambda: {"type": "string", "format": "uri", "pattern": "^https?://", "maxLength": _MAX_URL})
+
+_WEBHOOK: Final = table({vol.Required("url"): _url, vol.Optional("with_result"): boolean})
+
 _JOB: Final = table(
     {
         vol.Required("request"): described(_job_request, lambda: schema_of(_CHAT)),
@@ -804,6 +884,7 @@ _JOB: Final = table(
         vol.Optional("idempotency_key"): or_none(text(at_least=1, at_most=128)),
         vol.Optional("deadline_s"): or_none(number(maximum=_YEAR_S, above=0)),
         vol.Optional("keep_s"): or_none(number(0, _YEAR_S)),
+        vol.Optional("webhook"): or_none(_WEBHOOK),
     }
 )
 
@@ -970,7 +1051,8 @@ def parse_job_request(value: Any) -> JobRequest:
         raise InvalidRequest(f"request: {error.message}", param=param) from None
     if chat.options.stream:
         raise InvalidRequest("request.stream must be left out: a job is not a stream", param="request.stream")
-    return JobRequest(**raw, chat=chat)
+    webhook = raw.pop("webhook", None)
+    return JobRequest(**raw, chat=chat, webhook=None if webhook is None else Webhook(**webhook))
 
 
 def parse_policy_request(value: Any) -> PolicyRequest:

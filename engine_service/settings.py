@@ -35,7 +35,7 @@ from engine_service.checks import (
     whole_number,
 )
 from engine_service.errors import InvalidRequest, SettingsError
-from engine_service.protocol import ResidentRequest, parse_resident_id, parse_resident_request
+from engine_service.protocol import ResidentRequest, parse_host, parse_resident_id, parse_resident_request
 from engine_service.scheduling.model import (
     GUEST,
     HOUSE,
@@ -129,6 +129,7 @@ class ServerSettings:
     announce: bool | None = None  #: None: where others can reach it
     max_body_bytes: int = 4 * 2**20
     drain_s: float = 5.0
+    webhook_hosts: frozenset[str] = frozenset()  #: host or host:port that may be told of ended jobs
     tls_certificate: Path | None = None  #: None: no TLS
     tls_key: Path | None = None  #: None: it is in the certificate's file
 
@@ -262,6 +263,15 @@ def _users(value: Any) -> dict[str, ResidentId]:
     return {key: _resident_id(entry) for key, entry in value.items()}
 
 
+def _webhook_host(value: Any) -> str:
+    try:
+        return parse_host(text()(value))
+    except ValueError:
+        raise vol.Invalid(
+            f'must be a host like "homeassistant.local" or "192.168.1.5:8123", not {shown(value)}'
+        ) from None
+
+
 def _chunk(value: Any) -> int:
     chunk: int = whole_number(256)(value)
     if chunk % 256:
@@ -364,6 +374,7 @@ _FILE: Final = table(
                 vol.Optional("max_sequences"): whole_number(1, 256),
                 vol.Optional("threads"): whole_number(1, 1024),
                 vol.Optional("requantise"): boolean,
+                vol.Optional("webhook_hosts"): list_of(_webhook_host),
                 vol.Optional("exllamav2"): table(
                     {
                         vol.Optional("device"): member(DeviceName),
@@ -495,7 +506,8 @@ def _server(raw: Mapping[str, Any], base: Path) -> ServerSettings:
     ]
     if single := given.pop("token", None):
         tokens.insert(0, _admin(single))
-    return ServerSettings(**given, tokens=tuple(tokens))
+    hosts = frozenset(given.pop("webhook_hosts", ()))
+    return ServerSettings(**given, tokens=tuple(tokens), webhook_hosts=hosts)
 
 
 def _admin(token: str) -> TokenSetting:

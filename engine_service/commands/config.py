@@ -31,6 +31,7 @@ EXAMPLES: Final = {
     "server.tokens": '[{ name = "kitchen-tablet", token = "another-16-characters", scopes = ["generate"] }]',
     "server.users": '{ "alice@example.org" = "alice" }',
     "server.announce": "true",
+    "server.webhook_hosts": '["homeassistant.local"]',
     "server.tls_certificate": '"certificate.pem"',
     "server.tls_key": '"key.pem"',
     "model.path": '"models/some-model.gguf"',

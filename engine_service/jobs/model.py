@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from engine_service.protocol import Extension
+from engine_service.protocol import Extension, Webhook
 
 Json = Mapping[str, Any]
 
@@ -30,6 +30,14 @@ class JobState(StrEnum):
     def is_final(self) -> bool:
         """Return whether nothing can change any more."""
         return self not in (JobState.SUBMITTED, JobState.RUNNING)
+
+
+class TellState(StrEnum):
+    """Whether the webhook of a job was told of its end."""
+
+    WAITING = "waiting"  #: the job has not ended, or nobody took the message yet
+    DELIVERED = "delivered"
+    GIVEN_UP = "given_up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,9 @@ class Job:
     result: Json | None = None
     result_sha256: str | None = None
     error: Json | None = None
+    webhook: Webhook | None = None
+    webhook_state: TellState = TellState.WAITING
+    webhook_tries: int = 0
 
     @property
     def max_tokens(self) -> int | None:
@@ -70,7 +81,10 @@ class Job:
 
     def is_same_order(self, other: Job) -> bool:
         """Return whether both ask for the same thing."""
-        return (self.request, self.who, self.title) == (other.request, other.who, other.title)
+        return self._order() == other._order()
+
+    def _order(self) -> tuple[object, ...]:
+        return self.request, self.who, self.title, self.webhook
 
 
 def sha256_of(message: Any) -> str:

@@ -118,12 +118,14 @@ class JobRunner:
         *,
         clock: Callable[[], float] = time.time,
         max_running: int = MAX_RUNNING,
+        on_end: Callable[[], None] = lambda: None,
     ):
-        """Run the jobs of store by work; clock gives seconds since 1970."""
+        """Run the jobs of store by work; clock gives seconds since 1970; on_end hears of every end."""
         self._store = store
         self._work = work
         self._clock = clock
         self._max_running = max_running
+        self._on_end = on_end
         self._running: dict[str, _Running] = {}
         self._not_before: dict[str, float] = {}
         self._faults: dict[str, int] = {}
@@ -369,6 +371,7 @@ class JobRunner:
         self._faults.pop(job_id, None)
         if has_ended:
             _LOGGER.info("Job %s %s", job_id, state.value)
+            self._on_end()
             await self._tell_from_store(job_id)
 
     async def _tell_from_store(self, job_id: str) -> None:

@@ -22,29 +22,40 @@ from typing import Any, Final, Self
 import aiosqlite
 
 from engine_service.errors import IdempotencyConflict, StorageUnavailable
-from engine_service.jobs.model import Job, JobState, Json, Output
-from engine_service.protocol import Extension
+from engine_service.jobs.model import Job, JobState, Json, Output, TellState
+from engine_service.protocol import Extension, Webhook
 from engine_service.scheduling.model import ResidentId, WorkloadClass
 
 _LOGGER = logging.getLogger(__name__)
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS jobs (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, key TEXT, title TEXT, state TEXT NOT NULL,
     resident TEXT NOT NULL, class TEXT NOT NULL, program TEXT, request TEXT NOT NULL,
     created_at REAL NOT NULL, started_at REAL, ended_at REAL, deadline_at REAL, keep_s REAL NOT NULL,
     attempts INTEGER NOT NULL, token_ids TEXT NOT NULL, text TEXT NOT NULL,
-    result TEXT, result_sha256 TEXT, error TEXT
+    result TEXT, result_sha256 TEXT, error TEXT,
+    webhook TEXT, webhook_state TEXT NOT NULL DEFAULT 'waiting', webhook_tries INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_key ON jobs (owner, key) WHERE key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, created_at);
 """
+_FROM_1: Final = """
+BEGIN;
+ALTER TABLE jobs ADD COLUMN webhook TEXT;
+ALTER TABLE jobs ADD COLUMN webhook_state TEXT NOT NULL DEFAULT 'waiting';
+ALTER TABLE jobs ADD COLUMN webhook_tries INTEGER NOT NULL DEFAULT 0;
+PRAGMA user_version = 2;
+COMMIT;
+"""
 _COLUMNS: Final = (
     "id, owner, key, title, state, resident, class, program, request, created_at, started_at, ended_at, "
-    "deadline_at, keep_s, attempts, token_ids, text, result, result_sha256, error"
+    "deadline_at, keep_s, attempts, token_ids, text, result, result_sha256, error, "
+    "webhook, webhook_state, webhook_tries"
 )
 _OPEN: Final = "state IN ('submitted', 'running')"
+_UNTOLD: Final = f"(NOT {_OPEN} AND webhook IS NOT NULL AND webhook_state = 'waiting')"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +127,12 @@ class JobStore:
                 for row in await rows.fetchall()
             ]
 
+    async def untold(self) -> list[str]:
+        """Return the ids of the jobs whose end somebody is still to be told of, oldest first."""
+        query = f"SELECT id FROM jobs WHERE {_UNTOLD} ORDER BY ended_at, id"
+        async with self._guarded(), self._db.execute(query) as rows:
+            return [row[0] for row in await rows.fetchall()]
+
     async def _select(self, where: str, values: tuple[Any, ...]) -> list[Job]:
         async with self._guarded(), self._db.execute(f"SELECT {_COLUMNS} FROM jobs {where}", values) as rows:
             return [_job(row) for row in await rows.fetchall()]
@@ -130,7 +147,7 @@ class JobStore:
         try:
             async with self._guarded():
                 await self._db.execute(
-                    f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * 20)})", _row(job)
+                    f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * 23)})", _row(job)
                 )
             return job, True
         except _AlreadyThere:
@@ -181,6 +198,14 @@ class JobStore:
             job_id,
         )
 
+    async def note_told(self, job_id: str, state: TellState, *, tries: int) -> None:
+        """Note how telling the job's webhook went."""
+        async with self._guarded():
+            await self._db.execute(
+                "UPDATE jobs SET webhook_state = ?, webhook_tries = ? WHERE id = ?",
+                (state.value, tries, job_id),
+            )
+
     async def put_all_back(self) -> int:
         """Let every job wait again that ran when the engine ended; return how many."""
         async with self._guarded():
@@ -188,10 +213,10 @@ class JobStore:
         return cursor.rowcount
 
     async def forget_old(self, *, now: float) -> int:
-        """Delete ended jobs that were kept long enough; return how many."""
+        """Delete ended jobs that were kept long enough and are told of; return how many."""
         async with self._guarded():
             cursor = await self._db.execute(
-                f"DELETE FROM jobs WHERE NOT {_OPEN} AND ended_at + keep_s < ?", (now,)
+                f"DELETE FROM jobs WHERE NOT {_OPEN} AND NOT {_UNTOLD} AND ended_at + keep_s < ?", (now,)
             )
         return cursor.rowcount
 
@@ -238,6 +263,8 @@ async def _opened(path: Path) -> aiosqlite.Connection:
             version = await rows.fetchone()
         if version is not None and version[0] > _VERSION:
             raise sqlite3.OperationalError(f"written by a later version ({version[0]}); update the engine")
+        if version is not None and version[0] == 1:
+            await connection.executescript(_FROM_1)
         await connection.executescript(_SCHEMA)
         await connection.execute(f"PRAGMA user_version = {_VERSION}")
         await connection.execute("SELECT " + _COLUMNS + " FROM jobs LIMIT 1")
@@ -282,12 +309,15 @@ def _row(job: Job) -> tuple[Any, ...]:
         *(job.created_at, job.started_at, job.ended_at, job.deadline_at, job.keep_s, job.attempts),
         *_as_kept(job.output),
         *(_json(job.result), job.result_sha256, _json(job.error)),
+        None if job.webhook is None else _json(job.webhook.as_wire()),
+        *(job.webhook_state.value, job.webhook_tries),
     )
 
 
 def _job(row: Any) -> Job:
     (job_id, owner, key, title, state, resident, class_id, program, request, *rest) = row
-    (created_at, started_at, ended_at, deadline_at, keep_s, attempts, ids, text, result, digest, error) = rest
+    (created_at, started_at, ended_at, deadline_at, keep_s, attempts, ids, text, *rest) = rest
+    (result, digest, error, webhook, webhook_state, webhook_tries) = rest
     return Job(
         job_id=job_id,
         owner=owner,
@@ -306,4 +336,7 @@ def _job(row: Any) -> Job:
         result=None if result is None else json.loads(result),
         result_sha256=digest,
         error=None if error is None else json.loads(error),
+        webhook=None if webhook is None else Webhook(**json.loads(webhook)),
+        webhook_state=TellState(webhook_state),
+        webhook_tries=webhook_tries,
     )

@@ -30,7 +30,7 @@ from engine_service.checks import (
     text,
     whole_number,
 )
-from engine_service.jobs.model import JobState
+from engine_service.jobs.model import JobState, TellState
 from engine_service.protocol import SCHEMAS
 from engine_service.scheduling.model import WorkloadClass
 from engine_service.server.service import respond
@@ -109,6 +109,7 @@ _JOB_LINE: Final[dict[str, Validator]] = {
     "eta_s": or_none(_SECONDS),
     "result_sha256": or_none(_TEXT),
     "error": or_none(_ERROR),
+    "webhook": or_none(_message(host=_TEXT, state=one_of(state.value for state in TellState), tries=_COUNT)),
 }
 _REVISION: Final[dict[str, Validator]] = {"revision": _COUNT, "at": _SECONDS, "by": _TEXT, "note": _TEXT}
 _ANSWER: Final[dict[str, Validator]] = {

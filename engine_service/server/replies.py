@@ -56,7 +56,16 @@ def job_body(job: Job, *, eta_s: float | None, is_whole: bool) -> Message:
         **(written if is_whole else {}),
         "result_sha256": job.result_sha256,
         "error": job.error,
+        "webhook": _webhook_body(job),
     }
+
+
+def _webhook_body(job: Job) -> Message | None:
+    """Return how telling goes; an address may be a secret, so only its host is shown."""
+    if job.webhook is None:
+        return None
+    host, _ = job.webhook.address
+    return {"host": host, "state": job.webhook_state.value, "tries": job.webhook_tries}
 
 
 def _rounded(at: float | None) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -43,6 +43,7 @@ class Service:
     users: Mapping[str, ResidentId]  #: OpenAI's `user` to the resident it is
     meters: Meters
     jobs: JobDesk
+    webhook_hosts: Collection[str]  #: host or host:port that may be told of ended jobs
     policies: PolicyBook
     engine_id: str
     name: str

@@ -28,6 +28,7 @@ from engine_service.server.meters import Meters
 from engine_service.server.policies import PolicyBook
 from engine_service.server.residents import ResidentBook
 from engine_service.server.service import Service
+from engine_service.server.webhooks import teller_for
 from engine_service.settings import NamedResident, Settings, TokenSetting
 from engine_service.state import StateFolder
 
@@ -85,6 +86,7 @@ def build_service(
         users=settings.server.users,
         policies=PolicyBook(settings.policy, state),
         jobs=JobDesk(state.path / "jobs.sqlite3"),
+        webhook_hosts=settings.server.webhook_hosts,
         meters=Meters(engine.snapshot),
         engine_id=state.engine_id(),
         name=settings.server.name,
@@ -115,7 +117,7 @@ async def serving(
         await service.engine.start()
         if service.policies.current.number:
             await service.engine.set_policy(service.policies.current.policy)
-        await service.jobs.open(ChatWork(service))
+        await service.jobs.open(ChatWork(service), teller_for(service.webhook_hosts))
         await web.SockSite(runner, bound, ssl_context=tls, backlog=_BACKLOG).start()
         yield
     finally:

@@ -113,6 +113,12 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
         ("[sever]\nport = 1", "sever is not a known table; did you mean 'server'?"),
         ("server = 1", "server must be an object, not 1"),
         ("[server]\ntoken = 'short'", "server.token must be at least 16 printable ASCII characters"),
+        (
+            "[server]\nwebhook_hosts = ['http://hub.local']",
+            'server.webhook_hosts[0] must be a host like "homeassistant.local" or "192.168.1.5:8123", '
+            "not 'http://hub.local'",
+        ),
+        ("[server]\nwebhook_hosts = ['hub.local:0']", "server.webhook_hosts[0] must be a host like"),
         ("[[server.tokens]]\nname = 'x'", "server.tokens[0].scopes is missing"),
         (
             f"[[server.tokens]]\nname = 'x'\ntoken = '{TOKEN}'\nscopes = ['all']",

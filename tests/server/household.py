@@ -32,6 +32,7 @@ SETTINGS = f"""
 port = 0
 allow_loopback_without_token = ALLOW_LOOPBACK
 drain_s = 2.0
+webhook_hosts = ["127.0.0.1"]
 [[server.tokens]]
 name = "admin"
 token = "{ADMIN}"

@@ -44,6 +44,7 @@ async def submit(request: web.Request) -> web.StreamResponse:
         idempotency_key=message.idempotency_key,
         deadline_at=None if message.deadline_s is None else now + message.deadline_s,
         keep_s=DEFAULT_KEEP_S if message.keep_s is None else message.keep_s,
+        webhook=message.webhook,
     )
     await _check(service, message, job)
     kept, is_new = await service.jobs.runner.submit(job)
@@ -52,6 +53,12 @@ async def submit(request: web.Request) -> web.StreamResponse:
 
 async def _check(service: Service, message: JobRequest, job: Job) -> None:
     """Refuse at once what the engine would refuse later."""
+    if message.webhook is not None and not message.webhook.goes_to(service.webhook_hosts):
+        known = ", ".join(sorted(service.webhook_hosts)) or "no host"
+        raise InvalidRequest(
+            f"webhook.url leads to {message.webhook.address[0]}; server.webhook_hosts allows {known}",
+            param="webhook.url",
+        )
     try:
         plan = await plan_chat(service, message.chat, job.who)
         if plan.order.constraint is not None:
