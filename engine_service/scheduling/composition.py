@@ -133,9 +133,11 @@ def _chunk_budget(
 ) -> int:
     """Return the prompt tokens this iteration may compute (0: decodes only)."""
     policy = state.policy
-    slack = _slack_s(decoding, now=now)
     first = prefilling[0]
-    if slack is None or first.flow.urgency == 0:
+    if first.flow.urgency == 0:
+        return policy.max_chunk_tokens
+    slack = _slack_s(decoding, now=now)
+    if slack is None:
         return policy.max_chunk_tokens
     if not state.estimator.has_learned:
         return policy.min_chunk_tokens

@@ -114,10 +114,16 @@ class CostEstimator:
         scale = seconds if forecast is None else max(seconds, forecast / 2)
         scaled = [feature / scale for feature in shape.features()]
         wanted = seconds / scale
-        self._moments = [
-            [_FORGETTING * moment + x * y for moment, y in zip(row, scaled, strict=True)]
-            for x, row in zip(scaled, self._moments, strict=True)
-        ]
+        y0, y1, y2, y3, y4 = scaled
+        for x, row in zip(scaled, self._moments, strict=True):
+            m0, m1, m2, m3, m4 = row
+            row[:] = (
+                _FORGETTING * m0 + x * y0,
+                _FORGETTING * m1 + x * y1,
+                _FORGETTING * m2 + x * y2,
+                _FORGETTING * m3 + x * y3,
+                _FORGETTING * m4 + x * y4,
+            )
         self._targets = [
             _FORGETTING * target + x * wanted for target, x in zip(self._targets, scaled, strict=True)
         ]

@@ -79,8 +79,9 @@ def _by_cheapness(state: State, candidate: Candidate, *, now: float) -> list[Rec
         if record.is_promised and candidate.urgency > 0:
             continue
         if record.flow.urgency > candidate.urgency or (may_borrow and state.is_over_cap(record.resident_id)):
-            served, arrived_at, request_id = state.serving_key(record, now=now)
-            found.append(((-record.flow.urgency, -served, record.stored, -arrived_at, request_id), record))
+            served = state.served(record.resident_id, now=now)
+            key = (-record.flow.urgency, -served, record.stored, -record.arrived_at, record.request_id)
+            found.append((key, record))
     found.sort(key=lambda pair: pair[0])
     return [record for _, record in found]
 
