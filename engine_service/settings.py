@@ -361,6 +361,7 @@ _FILE: Final = table(
                 vol.Optional("announce"): boolean,
                 vol.Optional("max_body_bytes"): whole_number(1024, 2**30),
                 vol.Optional("drain_s"): number(0, 3600),
+                vol.Optional("webhook_hosts"): list_of(_webhook_host),
                 vol.Optional("tls_certificate"): _PATH,
                 vol.Optional("tls_key"): _PATH,
             },
@@ -374,7 +375,6 @@ _FILE: Final = table(
                 vol.Optional("max_sequences"): whole_number(1, 256),
                 vol.Optional("threads"): whole_number(1, 1024),
                 vol.Optional("requantise"): boolean,
-                vol.Optional("webhook_hosts"): list_of(_webhook_host),
                 vol.Optional("exllamav2"): table(
                     {
                         vol.Optional("device"): member(DeviceName),
