@@ -294,6 +294,17 @@ def _or_off(check: Validator) -> Validator:
     )
 
 
+_CLASSES: Final = list_of(member(WorkloadClass), at_most=len(WorkloadClass))
+
+
+def _each_once(value: Any) -> tuple[WorkloadClass, ...]:
+    named = _CLASSES(value)
+    return tuple(class_id for class_id in WorkloadClass if class_id in named)
+
+
+described(_each_once, lambda: schema_of(_CLASSES))
+
+
 def _validator(hint: Any) -> Validator:
     """Return the check for a field of a policy dataclass; the ranges that matter are its own."""
     if hint is bool:
@@ -308,6 +319,8 @@ def _validator(hint: Any) -> Validator:
         return _or_off(number(above=0))
     if hint in (FairnessGoal, ServiceUnit):
         return member(hint)
+    if hint == tuple[WorkloadClass, ...]:
+        return _each_once
     raise TypeError(f"no check is written for a setting of the type {hint}")  # a new field of Policy
 
 
@@ -575,7 +588,8 @@ def policy_as_table(policy: Policy) -> dict[str, Any]:
 
 def _plain(values: Any, *, without: str = "") -> dict[str, Any]:
     names = [f.name for f in fields(values) if f.name != without]
-    return {name: getattr(values, name) for name in names}
+    plain = {name: getattr(values, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
 def _residents(raw: Mapping[str, Any]) -> tuple[NamedResident, ...]:

@@ -27,6 +27,7 @@ PLATFORMS: Final = (
     Platform.NUMBER,
     Platform.SELECT,
     Platform.SENSOR,
+    Platform.SWITCH,
 )
 
 CONFIG_SCHEMA = cv.config_entry_only_config_schema(DOMAIN)

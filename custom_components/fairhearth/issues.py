@@ -8,7 +8,7 @@ shows it under Repairs, and it goes away when it is mended. Knows no entity.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from homeassistant.config_entries import ConfigSubentry
@@ -72,13 +72,19 @@ class StarvationWatch:
         """Begin without having seen anything."""
         self._moved: dict[str, tuple[tuple[int, int], float]] = {}
 
-    def starving(self, classes: Mapping[str, ClassReport], now: float) -> set[str]:
-        """Return the classes in which nothing has moved for long although something waits; now in seconds."""
+    def starving(
+        self, classes: Mapping[str, ClassReport], now: float, *, paused: Collection[str] = ()
+    ) -> set[str]:
+        """Return the classes in which nothing has moved for long although something waits; now in seconds.
+
+        What somebody paused is to wait.
+        """
         found = set()
         for class_id, report in classes.items():
             seen = (report.tokens_served, report.finished)
             before, since = self._moved.get(class_id, (None, now))
-            if seen != before or not report.requests_waiting or report.requests_running:
+            is_to_wait = class_id in paused or not report.requests_waiting
+            if seen != before or is_to_wait or report.requests_running:
                 since = now
             self._moved[class_id] = (seen, since)
             if now - since >= STARVING_AFTER_S:
@@ -154,7 +160,8 @@ class IssueKeeper:
         self._check_starvation(self._coordinator.data)
 
     def _check_starvation(self, snapshot: FairnessSnapshot) -> None:
-        starving = self._watch.starving(snapshot.classes, self._hass.loop.time())
+        paused = snapshot.engine.paused_classes or ()
+        starving = self._watch.starving(snapshot.classes, self._hass.loop.time(), paused=paused)
         for class_id in starving ^ self._starving:
             is_starving = class_id in starving
             self._set(f"class_starving_{class_id}", is_starving, "class_starving", {"class": class_id})

@@ -66,6 +66,8 @@ def _changes(policy: Policy) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
     return "none" if value is None else str(value)
 
 

@@ -339,7 +339,9 @@ class Engine:
         if self._is_stopping or self._failure is not None or self._thread is None or self._is_rebuilding:
             return False
         since = max(self._last_iteration_at, self._busy_since)
-        return not self._live or self._clock() - since < _READY_WITHIN_S
+        with self._wakeup:
+            has_work = self._scheduler.has_work
+        return not has_work or self._clock() - since < _READY_WITHIN_S
 
     async def failed(self) -> str:
         """Wait until the engine can serve no more; return why."""
@@ -384,7 +386,9 @@ class Engine:
         """Replace the policy while running."""
         with self._wakeup:
             self._tell(PolicyChanged(policy=policy))
+            self._busy_since = self._clock()  # what was paused may go on, and has not hung until now
             self._wakeup.notify()
+        self._bump()
 
     async def submit(self, order: Order) -> Session:
         """Take an order; its session starts with Accepted. Raises EngineError where it is refused."""
@@ -471,8 +475,10 @@ class Engine:
         prompt_ids, healed = self._healed(order)
         length = len(prompt_ids)
         # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.
-        shared = 0 if order.keep_prefix else self._shared_tokens(prompt_ids)
-        max_tokens = 0 if order.keep_prefix else self._clipped(order, length, shared)
+        # An embedding needs every token computed.
+        is_prompt_only = order.keep_prefix or order.wants_embedding
+        shared = 0 if is_prompt_only else self._shared_tokens(prompt_ids)
+        max_tokens = 0 if is_prompt_only else self._clipped(order, length, shared)
         generation = GenerationOrder(
             request_id=request_id,
             prompt_ids=prompt_ids,
@@ -483,6 +489,7 @@ class Engine:
             healed=healed,
             constraint=order.constraint,
             keep_prefix=order.keep_prefix,
+            wants_embedding=order.wants_embedding,
             ignore_eos=order.ignore_eos,
         )
         request = Request(
@@ -875,9 +882,10 @@ class Engine:
             if not live.request.paid_by_system:
                 for timers in live.timers:
                     timers.completion.add(now - live.arrived_at, now=now)
-            batch.events.append(
-                (live.session, Finished(reason=one.finish_reason, timings=self._timings(live, now)))
+            finished = Finished(
+                reason=one.finish_reason, timings=self._timings(live, now), embedding=one.embedding
             )
+            batch.events.append((live.session, finished))
         return SequenceResult(
             request_id=one.request_id,
             prefill_tokens=one.prefill_tokens,

@@ -195,6 +195,7 @@ class Observer:
             "iterations": state.num_iterations,
             "tokens_served": sum(a.tokens_served for a in state.class_accounts.values()),
             "recomputed_tokens": state.recomputed_tokens,
+            "paused_classes": list(state.policy.paused_classes),
             "policy_met": not notes,
             "policy_notes": notes,
             "tokens_per_second": round(self._tokens.total(now=now) / _RATE_WINDOW_S, 2),

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from engine_service.scheduling.flows import FIRST_LOWER_URGENCY, Flow
-from engine_service.scheduling.model import MICRO, WorkloadClass
+from engine_service.scheduling.flows import Flow
+from engine_service.scheduling.model import FIRST_LOWER_URGENCY, MICRO, WorkloadClass
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.state import State
 

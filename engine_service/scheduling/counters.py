@@ -90,13 +90,17 @@ class Counters:
         """Book units that the household pays together."""
         self.system_service += units
 
-    def lift(self, resident_id: ResidentId, *, backlogged: Iterable[ResidentId]) -> None:
-        """Raise the counter of a resident that had nothing waiting and now has (call before enqueueing)."""
-        others = [self.value(other) for other in backlogged if other != resident_id]
+    def lift(self, *resident_ids: ResidentId, backlogged: Iterable[ResidentId]) -> None:
+        """Raise the counters of residents that had nothing waiting and now have (call before enqueueing).
+
+        Those who begin at once are raised alike: what is between them stays.
+        """
+        others = [self.value(other) for other in backlogged if other not in resident_ids]
         floor = min(others) if others else self._last_left
-        behind = floor - self.value(resident_id)
+        behind = floor - min(self.value(resident_id) for resident_id in resident_ids)
         if behind > 0:
-            self._offset[resident_id] += behind
+            for resident_id in resident_ids:
+                self._offset[resident_id] += behind
 
     def left_queue(self, resident_id: ResidentId) -> None:
         """Note that this resident has nothing waiting any more."""

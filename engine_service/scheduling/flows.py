@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine_service.scheduling.counters import Account
 from engine_service.scheduling.model import (
+    FIRST_LOWER_URGENCY,
     ClassPolicy,
     Policy,
     RequestId,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from engine_service.scheduling.records import Record
 
 FlowId = tuple[WorkloadClass, ResidentId]
-FIRST_LOWER_URGENCY = WorkloadClass.AGENT.urgency
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +39,7 @@ class Flow:
     own_urgency: int = field(init=False)  #: the class's
     is_spoken: bool = field(init=False)
     is_lower: bool = field(init=False)  #: served by the background reserve
+    is_paused: bool = False  #: the policy keeps the class waiting
     num_waiting: int = 0
     num_held: int = 0  #: requests that hold pages
     num_enqueued: int = 0  #: ever

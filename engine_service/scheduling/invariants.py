@@ -165,7 +165,8 @@ def _check_states(state: State) -> None:
         if record.holds_pages != is_held:
             raise InvariantBroken("P4", f"state {record.state} but holding={is_held}", record)
         if record.state is RequestState.WAITING:
-            waiting[record.resident_id] = waiting.get(record.resident_id, 0) + 1
+            if not record.flow.is_paused:
+                waiting[record.resident_id] = waiting.get(record.resident_id, 0) + 1
             if record.pages or record.reserved:
                 raise InvariantBroken("P4", "waits and holds pages", record)
         if record.state is RequestState.FINISHED:
@@ -173,7 +174,7 @@ def _check_states(state: State) -> None:
     told = {resident_id: count for resident_id, count in state.num_waiting.items() if count}
     if told != waiting:
         raise InvariantBroken("P8", f"waiting counts {told} but {waiting} wait")
-    for flow in state.waiting_flows:
+    for flow in (*state.waiting_flows, *state.set_aside):
         if flow.head(state.records).flow is not flow:
             raise InvariantBroken("P6", f"the head of {flow.class_id} of {flow.resident_id} is not its own")
 
@@ -209,17 +210,22 @@ def _check_flows(state: State) -> None:
         if state.flows.get((record.class_id, record.resident_id)) is not record.flow:
             raise InvariantBroken("P10", "is not in the flow of its class and resident", record)
         (held if record.holds_pages else waiting)[record.flow] += 1
-    if set(state.waiting_flows) != set(waiting):
-        raise InvariantBroken("P6", f"{len(waiting)} flows wait, {len(state.waiting_flows)} are noted")
+    if {*state.waiting_flows, *state.set_aside} != set(waiting):
+        noted = len(state.waiting_flows) + len(state.set_aside)
+        raise InvariantBroken("P6", f"{len(waiting)} flows wait, {noted} are noted")
+    if any(flow.is_paused for flow in state.waiting_flows) or not all(f.is_paused for f in state.set_aside):
+        raise InvariantBroken("P9", "a class is paused and takes part, or is not and does not")
     for flow in state.flows.values():
         if (flow.num_waiting, flow.num_held) != (waiting[flow], held[flow]):
             raise InvariantBroken("P6", f"{flow.class_id} of {flow.resident_id} is counted wrongly")
+        if flow.is_paused != (flow.class_id in state.policy.paused_classes):
+            raise InvariantBroken("P9", f"{flow.class_id} of {flow.resident_id} is paused and should not be")
         if flow.class_id.urgency > flow.urgency:
             raise InvariantBroken("P10", f"{flow.class_id} of {flow.resident_id} was made more urgent")
     for counts, by_flow in ((state.waiting_by_urgency, waiting), (state.held_by_urgency, held)):
         told: Counter[int] = Counter()
         for flow, count in by_flow.items():
-            told[flow.urgency] += count
+            told[flow.urgency] += 0 if by_flow is waiting and flow.is_paused else count
         if [told[urgency] for urgency in range(len(counts))] != counts:
             raise InvariantBroken("P6", f"by urgency {counts} are noted, {dict(told)} are there")
 

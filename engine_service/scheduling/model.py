@@ -61,6 +61,10 @@ _URGENCY: Final[Mapping[WorkloadClass, int]] = MappingProxyType(
 )
 
 
+FIRST_LOWER_URGENCY: Final = WorkloadClass.AGENT.urgency
+"""From here on the background reserve serves, and classes may be paused: nobody reads along."""
+
+
 class RequestState(StrEnum):
     """Where a request is in its life."""
 
@@ -194,6 +198,7 @@ class Policy:
     max_waiting: int = 1_000  #: most requests waiting over all residents
     prefix_share: float = 0.25  #: most of the pages that pinned prefixes may hold, [0, 1)
     predict_output: bool = False  #: charge what an answer will probably cost at admission, settle at its end
+    paused_classes: tuple[WorkloadClass, ...] = ()  #: their requests wait until it is taken back
     pace_ahead_s: float | None = None  #: an answer this far ahead of its reader sits out while others wait
 
     def __post_init__(self) -> None:
@@ -224,6 +229,12 @@ class Policy:
                 raise ValueError(f"{name} must be > 0, not {getattr(self, name)}")
         if self.efficient_chunk_tokens < 1:
             raise ValueError(f"efficient_chunk_tokens must be > 0, not {self.efficient_chunk_tokens}")
+        unpausable = [c for c in self.paused_classes if WorkloadClass(c).urgency < FIRST_LOWER_URGENCY]
+        if unpausable:
+            raise ValueError(
+                f"paused_classes may hold agent, embedding and background, not {', '.join(unpausable)}: "
+                "somebody waits for it"
+            )
         if self.pace_ahead_s is not None and self.pace_ahead_s <= 0:
             raise ValueError(f"pace_ahead_s must be > 0, not {self.pace_ahead_s}")
         if self.max_chunk_tokens < self.min_chunk_tokens:

@@ -11,7 +11,8 @@ Rules (each is checked by `invariants.check`)
 * P5 what is charged is what was computed, plus what the system pays.
 * P7 the same events at the same times give the same decisions.
 * P8 a cancelled request gives its pages back within one iteration and settles once.
-* P9 no idle iteration while an admissible request waits, unless a named reserve says so.
+* P9 no idle iteration while an admissible request waits, unless a named reserve says so: the headroom of
+  speech, the sprint, or that its class is paused (`Policy.paused_classes`).
 * P10 a class is set by the arrival and never changes.
 """
 
@@ -109,7 +110,7 @@ class Scheduler:
                 self.state.pages.total = event.capacity.num_pages
                 return self._refuse_hopeless(now=now)
             case PolicyChanged():
-                self._set_policy(event.policy)
+                self._set_policy(event.policy, now=now)
                 return self._refuse_hopeless(now=now)
             case ResidentsChanged():
                 self._set_residents(event.residents)
@@ -136,6 +137,11 @@ class Scheduler:
     def knows(self, request_id: RequestId) -> bool:
         """Return whether the request waits or holds pages."""
         return request_id in self.state.records
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether something runs or waits for its turn (not: for a paused class)."""
+        return bool(self.state.holding) or self.state.total_waiting > 0
 
     def most_tokens(self, class_id: WorkloadClass, *, shared: int = 0) -> int:
         """Return the longest sequence a request of the class may have; shared is its pinned beginning."""
@@ -181,7 +187,7 @@ class Scheduler:
         for resident_id in known:
             self.state.account(resident_id)
 
-    def _set_policy(self, policy: Policy) -> None:
+    def _set_policy(self, policy: Policy, *, now: float) -> None:
         before = self.state.policy
         if (before.unit, before.prefill_cost, before.decode_cost) != (
             policy.unit,
@@ -193,6 +199,7 @@ class Scheduler:
             self.state.epoch += 1
         self.state.policy = policy
         self.state.open_windows()
+        self.state.pause_classes(now=now)
 
     # ---- arrivals
 
@@ -210,7 +217,8 @@ class Scheduler:
         if refusal is not None:
             self._count_rejection(record)
             return [refusal]
-        if not self.state.num_waiting.get(record.resident_id):
+        is_paused = record.class_id in self.state.policy.paused_classes
+        if not is_paused and not self.state.num_waiting.get(record.resident_id):
             self.state.counters.lift(record.resident_id, backlogged=self.state.backlogged)
         self.state.records[record.request_id] = record
         if request.keep_prefix:
@@ -243,14 +251,15 @@ class Scheduler:
         refused_for_s = state.rolling.refused_for_s(request.resident_id, now=now)
         if refused_for_s is not None:
             return reject(RejectReason.QUOTA_EXHAUSTED, 0, refused_for_s)
-        num_waiting = state.num_waiting.get(request.resident_id, 0)
+        num_waiting = state.num_waiting.get(request.resident_id, 0) + state.num_set_aside(request.resident_id)
         if num_waiting >= resident.max_waiting:
             return self._queue_is_full(
                 record, RejectReason.TOO_MANY_REQUESTS, resident.max_waiting, num_waiting, now=now
             )
-        if state.total_waiting >= state.policy.max_waiting:
+        num_waiting = state.total_waiting + state.num_set_aside()
+        if num_waiting >= state.policy.max_waiting:
             return self._queue_is_full(
-                record, RejectReason.QUEUE_FULL, state.policy.max_waiting, state.total_waiting, now=now
+                record, RejectReason.QUEUE_FULL, state.policy.max_waiting, num_waiting, now=now
             )
         return None
 
@@ -608,6 +617,7 @@ class Scheduler:
         decisions: list[Decision] = []
         self.state.refresh(now)
         self._drain_overcommitted(decisions, now=now)
+        self._put_back_paused(decisions, now=now)
         self._grow(decisions, now=now)
         self._admit_all(decisions, now=now)
         composed = composition.compose(self.state, now=now)
@@ -659,6 +669,13 @@ class Scheduler:
         while self.state.pages.free < 0 and self.state.holding:
             last = max(self.state.holding.values(), key=lambda r: self.state.order_key(r, now=now))
             self._preempt(last, None, decisions, now=now)
+
+    def _put_back_paused(self, decisions: list[Decision], *, now: float) -> None:
+        """Take the memory of paused classes back; where the backend cannot, what runs is let to its end."""
+        if not self.state.policy.paused_classes or not self.state.known_capacity.can_release:
+            return
+        for record in [r for r in self.state.holding.values() if r.flow.is_paused and not r.is_cancelled]:
+            self._preempt(record, None, decisions, now=now)
 
     def _grow(self, decisions: list[Decision], *, now: float) -> None:
         if not self.state.growing:

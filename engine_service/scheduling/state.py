@@ -4,7 +4,8 @@ Decides nothing and changes nothing but its own bookkeeping (flows, waiting coun
 `preemption` and `composition` read it; `scheduler` alone acts on it.
 
 A *flow* is all waiting requests of one class and resident, oldest first. Heads of flows are all that is
-ever looked at, so the work per decision does not grow with the number of waiting requests.
+ever looked at, so the work per decision does not grow with the number of waiting requests. Flows of paused
+classes are set aside: they take part in nothing until they are resumed, as if they were not there.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class State:
     leaving: dict[RequestId, Record] = field(default_factory=dict)  #: holding, cancelled
     growing: dict[RequestId, Record] = field(default_factory=dict)  #: decoding beyond their reservation
     waiting_flows: dict[Flow, None] = field(default_factory=dict)  #: flows with something waiting
+    set_aside: dict[Flow, None] = field(default_factory=dict)  #: the same, of paused classes
     waiting_by_urgency: list[int] = field(default_factory=lambda: [0] * (_LOWEST_URGENCY + 1))
     held_by_urgency: list[int] = field(default_factory=lambda: [0] * (_LOWEST_URGENCY + 1))
     capped: tuple[Resident, ...] = ()  #: residents with a page cap
@@ -128,6 +130,7 @@ class State:
         if flow is None:
             flow = Flow(class_id=class_id, resident_id=resident_id, rules=self.policy.classes[class_id])
             flow.urgency = self._urgency_of(flow)
+            flow.is_paused = class_id in self.policy.paused_classes
             self.flows[class_id, resident_id] = flow
         return flow
 
@@ -160,30 +163,68 @@ class State:
         flow.push(record, attained=self.programs.attained(program_id) if program_id else None)
         record.ticket = flow.num_enqueued
         flow.num_enqueued += 1
-        if not flow.num_waiting:
+        flow.num_waiting += 1
+        if flow.is_paused:
+            self.set_aside[flow] = None
+        else:
+            self._join(flow, 1, now=now)
+
+    def _join(self, flow: Flow, number: int, *, now: float) -> None:
+        """Let that many requests of the flow take part."""
+        resident_id = flow.resident_id
+        if flow not in self.waiting_flows:
             flow.spell += 1
         if not self.num_waiting.get(resident_id):
             self.waiting_since[resident_id] = now
-        self.num_waiting[resident_id] = self.num_waiting.get(resident_id, 0) + 1
-        flow.num_waiting += 1
-        self.waiting_by_urgency[flow.urgency] += 1
+        self.num_waiting[resident_id] = self.num_waiting.get(resident_id, 0) + number
+        self.waiting_by_urgency[flow.urgency] += number
         self.waiting_flows[flow] = None
 
     def dequeue(self, record: Record, *, now: float) -> None:
         """Note that the record waits no more; its heap entry goes when it surfaces."""
-        resident_id, flow = record.resident_id, record.flow
+        flow = record.flow
         flow.num_waiting -= 1
-        self.waiting_by_urgency[flow.urgency] -= 1
         if not flow.num_waiting:
             flow.empty()
-            del self.waiting_flows[flow]
-        self.num_waiting[resident_id] -= 1
+            self.set_aside.pop(flow, None)
+            self.waiting_flows.pop(flow, None)
+        if not flow.is_paused:
+            self._leave(flow, 1, now=now)
+
+    def _leave(self, flow: Flow, number: int, *, now: float) -> None:
+        """Let that many requests of the flow take part no more."""
+        resident_id = flow.resident_id
+        self.waiting_by_urgency[flow.urgency] -= number
+        self.num_waiting[resident_id] -= number
         if not self.num_waiting[resident_id]:
             self.counters.left_queue(resident_id)
             since = self.waiting_since.pop(resident_id)
             self.waited[resident_id] = self.waited.get(resident_id, 0) + self._weighted_wait(
                 resident_id, now - since
             )
+
+    def pause_classes(self, *, now: float) -> None:
+        """Set the flows of paused classes aside, and let those of resumed ones take part again."""
+        turned = [f for f in self.flows.values() if f.is_paused != (f.class_id in self.policy.paused_classes)]
+        idle = {f.resident_id: None for f in turned if f.is_paused and f.num_waiting}
+        back = [r for r in idle if not self.num_waiting.get(r)]
+        if back:
+            self.counters.lift(*back, backlogged=self.backlogged)
+        for flow in turned:
+            flow.is_paused = not flow.is_paused
+            if not flow.num_waiting:
+                continue
+            if flow.is_paused:
+                del self.waiting_flows[flow]
+                self.set_aside[flow] = None
+                self._leave(flow, flow.num_waiting, now=now)
+            else:
+                del self.set_aside[flow]
+                self._join(flow, flow.num_waiting, now=now)
+
+    def num_set_aside(self, resident_id: ResidentId | None = None) -> int:
+        """Return how many requests (of a resident) wait for their class to be resumed."""
+        return sum(f.num_waiting for f in self.set_aside if resident_id in (None, f.resident_id))
 
     def heads(self) -> Iterator[tuple[FlowId, Record]]:
         """Yield the oldest waiting record of every flow that has one."""
@@ -197,7 +238,7 @@ class State:
 
     @property
     def total_waiting(self) -> int:
-        """Waiting requests of all residents."""
+        """Waiting requests of all residents, without those set aside."""
         return sum(self.num_waiting.values())
 
     # ---- who holds pages
@@ -295,7 +336,7 @@ class State:
 
     def _set_urgency(self, flow: Flow, urgency: int) -> None:
         for counts, number in (
-            (self.waiting_by_urgency, flow.num_waiting),
+            (self.waiting_by_urgency, 0 if flow.is_paused else flow.num_waiting),
             (self.held_by_urgency, flow.num_held),
         ):
             counts[flow.urgency] -= number

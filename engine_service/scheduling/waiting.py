@@ -18,8 +18,11 @@ from engine_service.scheduling.state import State
 def eta_s(state: State, flow: Flow, *, position: int, now: float) -> float | None:
     """Return the seconds (>= 0) until the flow's request with `position` ahead of it in the flow starts.
 
-    None while nothing was measured: no request has finished, or none was served in the last window.
+    None while nothing was measured: no request has finished, or none was served in the last window. None
+    also for a class that is paused: that is up to whoever paused it.
     """
+    if flow.is_paused:
+        return None
     rate = state.all_service.total(now=now) / state.policy.reserve_window_s
     usual = _mean_service(state, list(WorkloadClass))
     if not rate or usual is None:

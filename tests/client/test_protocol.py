@@ -108,7 +108,8 @@ def test_a_snapshot_is_read_without_loss() -> None:
     wire = golden("fairness")
     snapshot = asdict(FairnessSnapshot.from_wire(wire))
     del wire["engine"]["page_tokens"], wire["engine"]["iterations"]
-    wire["engine"]["policy_notes"] = tuple(wire["engine"]["policy_notes"])
+    for name in ("policy_notes", "paused_classes"):
+        wire["engine"][name] = tuple(wire["engine"][name])
     for rows in (wire["residents"], wire["classes"]):
         for row in rows.values():
             row["tokens"].setdefault("recomputed", 0)

@@ -73,6 +73,7 @@ def caller_of(chat: ChatRequest) -> Caller:
 DEFAULT_POLICY: dict[str, Any] = {
     "fairness": "service",
     "max_skips": 4,
+    "paused_classes": [],
     "classes": {"voice": {"max_wait_s": 2.0}, "background": {"max_wait_s": 900.0}},
 }
 """Some of the engine's keys."""
@@ -392,6 +393,8 @@ class FakeEngine:
         change = parse_policy_request(parse_json(await request.read()))
         base = DEFAULT_POLICY if request.method == "PUT" else self.policies[-1]
         self.policies.append(changed_policy(base, change.policy))
+        paused = self.policies[-1]["paused_classes"]
+        await self.publish(lambda snapshot: snapshot["engine"].update(paused_classes=paused))
         return web.json_response(self._policy_body(change.note or ""))
 
     async def _validate_policy(self, request: web.Request) -> web.Response:

@@ -163,6 +163,13 @@ def test_a_class_starves_when_nothing_of_it_moves_for_long() -> None:
     assert watch.starving(classes(finished=99), STARVING_AFTER_S + 1) == set()
 
 
+def test_a_class_that_somebody_paused_does_not_starve() -> None:
+    watch = StarvationWatch()
+    watch.starving(classes(), 0.0)
+    assert watch.starving(classes(), STARVING_AFTER_S, paused=("background",)) == set()
+    assert watch.starving(classes(), 2 * STARVING_AFTER_S - 1) == set(), "the time begins when it is resumed"
+
+
 @pytest.mark.parametrize("sign", [{"requests_running": 1}, {"requests_waiting": 0}, {"tokens_served": 10**6}])
 def test_a_class_that_shows_a_sign_of_life_does_not_starve(sign: dict[str, int]) -> None:
     watch = StarvationWatch()

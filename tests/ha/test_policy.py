@@ -15,9 +15,11 @@ from custom_components.fairhearth.select import FAIRNESS_GOALS
 from engine_service.scheduling.model import FairnessGoal
 from homeassistant.core import Context, HomeAssistant
 from homeassistant.exceptions import HomeAssistantError, Unauthorized
+from tests.ha.conftest import until
 from tests.ha.fake_engine import FakeEngine
 
 FAIRNESS = "select.kitchen_engine_fairness"
+PAUSED = "switch.kitchen_engine_pause_background"
 
 
 async def set_policy(hass: HomeAssistant, context: Context | None = None, **data: Any) -> Any:
@@ -123,3 +125,34 @@ async def test_a_choice_the_engine_refuses_is_told(
 def test_an_answer_without_a_policy_is_named() -> None:
     with pytest.raises(ProtocolError, match="should be an object"):
         table_from_wire({"policy": None})
+
+
+async def test_the_background_is_paused_and_resumed(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    """Another class that somebody paused by the API stays as it is."""
+    assert hass.states.get(PAUSED).state == "off"
+    await set_policy(hass, policy={"paused_classes": ["embedding"]})
+    await until(lambda: loaded.runtime_data.data.engine.paused_classes == ("embedding",))
+    assert hass.states.get(PAUSED).state == "off"
+    await hass.services.async_call("switch", "turn_on", {"entity_id": PAUSED}, blocking=True)
+    assert engine.policies[-1]["paused_classes"] == ["background", "embedding"]
+    await until(lambda: hass.states.get(PAUSED).state == "on")
+    await hass.services.async_call("switch", "turn_off", {"entity_id": PAUSED}, blocking=True)
+    assert engine.policies[-1]["paused_classes"] == ["embedding"]
+    await until(lambda: hass.states.get(PAUSED).state == "off")
+
+
+async def test_a_pause_the_engine_refuses_is_told(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    await engine.stop()
+    with pytest.raises(HomeAssistantError, match="cannot be reached"):
+        await hass.services.async_call("switch", "turn_on", {"entity_id": PAUSED}, blocking=True)
+
+
+async def test_an_engine_that_cannot_pause_has_no_switch(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    await engine.publish(lambda snapshot: snapshot["engine"].pop("paused_classes"))
+    await until(lambda: hass.states.get(PAUSED).state == "unavailable")

@@ -191,7 +191,7 @@ async def test_a_household_first_sees_what_it_needs(
         + 4 * len(ANSWER_SENSORS)
         + (1 + len(ACCOUNTS)) * len(RESIDENT_SENSORS)
         + len(RESIDENT_NUMBERS)
-        + 9  # agent, task, policy met, connection, fairness, jobs, button and two events
+        + 10  # agent, task, policy met, connection, fairness, jobs, button, switch and two events
     )
 
 

@@ -162,9 +162,17 @@ class HouseholdMachine(RuleBasedStateMachine):
         self.home.residents = RESIDENTS[:keep]
         self.home.tell(ResidentsChanged(residents=self.home.residents))
 
+    @rule(classes=st.sampled_from([(), (WorkloadClass.BACKGROUND,), (WorkloadClass.AGENT,)]))
+    def pause(self, classes: tuple[WorkloadClass, ...]) -> None:
+        policy = dataclasses.replace(self.home.scheduler.state.policy, paused_classes=classes)
+        self.home.tell(PolicyChanged(policy=policy))
+        if self.home.flying is None:
+            held = {record.class_id for record in self.home.scheduler.state.holding.values()}
+            assert not held & set(classes)
+
     @invariant()
     def works_while_there_is_work(self) -> None:
-        """P9: the device idles only if nothing waits (every refusal happens at arrival)."""
+        """P9: the device idles only if nothing waits but what is paused (refusals happen at arrival)."""
         state = self.home.scheduler.state
         if self.home.flying is None:
             assert not state.holding
@@ -181,6 +189,7 @@ class HouseholdMachine(RuleBasedStateMachine):
             assert record.request_id in going or record.request_id in state.paused or record.is_cancelled
 
     def teardown(self) -> None:
+        self.pause(())
         self.home.run_dry()
         for request_id, sequence in self.home.sequences.items():
             if request_id not in self.cancelled and request_id not in self.home.rejected:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,9 @@ async def test_a_trial_changes_nothing(home: Household) -> None:
         ({"policy": {"fairness": "best"}}, "policy.fairness", "must be one of service"),
         ({"policy": {"classes": {"vip": {}}}}, "policy.classes.vip", "not a known workload class"),
         ({"policy": {"max_chunk_tokens": 1}}, "policy", "must be >= min_chunk_tokens"),
+        ({"policy": {"paused_classes": ["chat"]}}, "policy", "agent, embedding and background, not chat"),
+        ({"policy": {"paused_classes": ["vip"]}}, "policy.paused_classes[0]", "must be one of voice"),
+        ({"policy": {"paused_classes": "background"}}, "policy.paused_classes", "must be a list"),
         ({"policy": []}, "policy", "must be an object"),
         ({"fairness": "waiting"}, "fairness", "not a known field"),
     ],
@@ -107,6 +112,31 @@ async def test_a_changed_policy_holds_after_a_restart(start: Start) -> None:
         assert home.engine._scheduler.state.policy.max_skips == 7
         body = (await home.ask("POST", "/v1/policy/rollback", {"revision": 0})).json()
         assert body["policy"]["max_skips"] == Policy().max_skips
+
+
+async def test_a_paused_background_waits_across_a_restart_and_is_answered_when_it_is_resumed(
+    start: Start,
+) -> None:
+    async with start() as home:
+        body = await changed(home, {"paused_classes": ["background"]})
+        assert body["policy"]["paused_classes"] == ["background"]
+    async with start() as home:
+        extension = {"workload_class": "background"}
+        waiting = asyncio.create_task(home.chat(max_tokens=2, fairhearth=extension))
+        await until(home, lambda classes: classes["background"]["requests_waiting"] == 1)
+        assert (await home.chat(max_tokens=2)).status == 200
+        snapshot = (await home.ask("GET", "/v1/fairness")).json()
+        assert snapshot["engine"]["paused_classes"] == ["background"]
+        assert snapshot["classes"]["background"]["requests_waiting"] == 1
+        assert (await home.ask("GET", "/ready")).status == 200
+        assert not waiting.done()
+        await changed(home, {"paused_classes": []})
+        assert (await waiting).status == 200
+
+
+async def until(home: Household, holds: Callable[[Any], bool]) -> None:
+    while not holds((await home.ask("GET", "/v1/fairness")).json()["classes"]):
+        await asyncio.sleep(0.02)
 
 
 async def test_the_settings_hold_again_once_they_are_taken_back(home: Household) -> None:

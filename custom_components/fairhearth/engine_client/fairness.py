@@ -48,6 +48,7 @@ class EngineLoad:
     requests_paused: int
     tokens_served: int
     recomputed_tokens: int
+    paused_classes: tuple[str, ...] | None  #: kept waiting by the policy; None: the engine cannot do that
     policy_met: bool
     policy_notes: tuple[str, ...]
     tokens_per_second: float | None
@@ -67,6 +68,7 @@ class EngineLoad:
             requests_paused=reader.integer("requests_paused"),
             tokens_served=reader.integer("tokens_served"),
             recomputed_tokens=reader.integer("recomputed_tokens"),
+            paused_classes=reader.texts("paused_classes") if reader.has("paused_classes") else None,
             policy_met=reader.flag("policy_met"),
             policy_notes=reader.texts("policy_notes"),
             tokens_per_second=reader.number_or_none("tokens_per_second"),
