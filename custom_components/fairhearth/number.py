@@ -125,10 +125,10 @@ class ResidentNumber(FairhearthEntity, NumberEntity):
         subentry = self._subentry()
         data = dict(subentry.data)
         self.entity_description.data_fn(data, int(value))
+        client, resident_id = self.coordinator.client, data[CONF_RESIDENT_ID]
         try:
-            await self.coordinator.client.put_resident(
-                data[CONF_RESIDENT_ID], settings_of_data(subentry.title, data)
-            )
+            known = (await client.residents()).get(resident_id)
+            await client.put_resident(resident_id, settings_of_data(subentry.title, data, known))
         except EngineError as err:
             raise as_home_assistant_error(err) from err
         self.hass.config_entries.async_update_subentry(

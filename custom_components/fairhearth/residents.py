@@ -8,6 +8,7 @@ that the engine has from elsewhere are left alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from homeassistant.config_entries import ConfigEntry, ConfigSubentry
@@ -42,15 +43,19 @@ if TYPE_CHECKING:
 STORAGE_VERSION: Final = 1
 
 
-def settings_of(subentry: ConfigSubentry) -> ResidentSettings:
-    """Return what the engine is told about a resident."""
-    return settings_of_data(subentry.title, subentry.data)
+def settings_of(subentry: ConfigSubentry, known: ResidentSettings | None) -> ResidentSettings:
+    """Return what the engine is told about a resident; known is what it has, None for a new one."""
+    return settings_of_data(subentry.title, subentry.data, known)
 
 
-def settings_of_data(name: str, data: Mapping[str, Any]) -> ResidentSettings:
-    """Return what the engine is told about a resident with this name and these options."""
+def settings_of_data(name: str, data: Mapping[str, Any], known: ResidentSettings | None) -> ResidentSettings:
+    """Return what the engine is told about a resident with this name and these options.
+
+    Limits that no dialog of Home Assistant shows stay what the engine's own settings made them.
+    """
     daily_tokens, page_cap = data.get(CONF_DAILY_TOKENS), data.get(CONF_PAGE_CAP)
-    return ResidentSettings(
+    return replace(
+        known or ResidentSettings(name=name),
         name=name,
         weight=int(data.get(CONF_WEIGHT, DEFAULT_WEIGHT)),
         daily_tokens=None if daily_tokens is None else int(daily_tokens),
@@ -115,8 +120,9 @@ class ResidentRegistrar:
 
     async def async_sync(self) -> None:
         """Create, replace and remove residents on the engine; raise EngineError where it refuses."""
+        known = await self._client.residents()
         wanted = {
-            subentry.data[CONF_RESIDENT_ID]: settings_of(subentry)
+            subentry.data[CONF_RESIDENT_ID]: settings_of(subentry, known.get(subentry.data[CONF_RESIDENT_ID]))
             for subentry in self._entry.get_subentries_of_type(SUBENTRY_RESIDENT)
         }
         told = set((await self._store.async_load() or {}).get("told", ()))

@@ -69,6 +69,17 @@ async def test_the_weight_is_turned_while_everything_runs(
     assert subentry.data["weight"] == 5
 
 
+async def test_limits_that_only_the_engine_knows_outlive_what_home_assistant_changes(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    engine.residents["alice"] |= {"rolling_tokens": 500, "max_running": 2}
+    await set_number(hass, WEIGHT, 5)
+    await hass.config_entries.async_reload(loaded.entry_id)
+    await until(lambda: engine.num_streams == 1)
+    alice = engine.residents["alice"]
+    assert (alice["weight"], alice["rolling_tokens"], alice["max_running"]) == (5, 500, 2)
+
+
 async def test_no_tokens_a_day_is_no_limit(
     hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
 ) -> None:
