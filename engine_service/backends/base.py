@@ -101,6 +101,7 @@ class GenerationOrder:
     healed: str = ""  #: what the first output token begins with; not shown (token healing)
     constraint: Constraint | None = None
     keep_prefix: bool = False  #: keep the computed prompt as a pinned prefix when done
+    wants_embedding: bool = False  #: of the prompt; only with max_tokens 0, where `ModelInfo.can_embed`
     ignore_eos: bool = False  #: generate max_tokens whatever the model says (benchmarks)
 
 
@@ -116,6 +117,7 @@ class ModelInfo:
     bos_text: str = ""
     eos_text: str = ""
     can_embed: bool = False
+    embedding_size: int = 0  #: numbers in an embedding
     backend: str = ""  #: "llama_cpp", "simulated", ...
 
 
@@ -147,6 +149,7 @@ class SequenceOutcome:
     text: str = ""  #: whole characters that may be shown (stop strings and half characters are held back)
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    embedding: tuple[float, ...] | None = None  #: of length 1; with the finish of an order that wants one
     error: Exception | None = None  #: only this request is at fault
 
 

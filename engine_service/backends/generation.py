@@ -163,6 +163,8 @@ def check_order(order: GenerationOrder, vocabulary: Vocabulary) -> None:
         raise ValueError("a prompt cannot be healed where a grammar rules from the first token on")
     if order.max_tokens < 0:
         raise ValueError(f"max_tokens must be >= 0, not {order.max_tokens}")
+    if order.wants_embedding and (order.max_tokens or order.keep_prefix):
+        raise ValueError("an embedding is made of a prompt alone: with max_tokens 0, not kept as a prefix")
     if min(order.prompt_ids) < 0 or max(order.prompt_ids) >= vocabulary.size:
         raise ValueError(f"the prompt has token ids outside 0 to {vocabulary.size - 1}")
     if num_prompt + min(order.max_tokens, 1) > vocabulary.max_context_tokens:

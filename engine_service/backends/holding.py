@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_service.backends.base import ChunkOrder, FinishReason, GenerationOrder, SequenceOutcome
 from engine_service.backends.generation import Generation, Matcher, Vocabulary, as_tokens
 from engine_service.backends.prefixes import PrefixStore
@@ -20,7 +23,7 @@ from engine_service.scheduling.model import PreemptionMode, RequestId
 class Live:
     """A request the backend knows: its generation and, while it holds cells, where they are."""
 
-    __slots__ = ("generation", "num_stored", "reserved", "sequence_id")
+    __slots__ = ("generation", "hidden_sum", "num_stored", "reserved", "sequence_id")
 
     def __init__(self, generation: Generation) -> None:
         """Begin without a sequence."""
@@ -28,6 +31,7 @@ class Live:
         self.sequence_id = -1  #: -1 while preempted
         self.num_stored = 0
         self.reserved = 0
+        self.hidden_sum: NDArray[np.float64] | None = None  #: over all tokens stored; for an embedding
 
     @property
     def request_id(self) -> RequestId:

@@ -188,6 +188,9 @@ class SequenceHolder(RequestHolder):
         generation = live.generation
         sequence_id = self._take_id()
         tokens = generation.tokens(0, min(generation.num_tokens - 1, reserved_tokens))
+        if generation.order.wants_embedding:
+            tokens = tokens[:0]  # what the model makes of every token is needed, and not kept anywhere
+            live.hidden_sum = None
         pinned, num_pinned = self._prefixes.pinned_match(tokens)
         if pinned is not None:
             self._cells.share(pinned.sequence_id, sequence_id, 0, num_pinned)

@@ -30,6 +30,7 @@ class Order:
     constraint: Constraint | None = None
     program_id: str | None = None
     keep_prefix: bool = False
+    wants_embedding: bool = False  #: of the prompt, instead of an answer
     ignore_eos: bool = False
 
 
@@ -70,6 +71,7 @@ class Finished:
 
     reason: FinishReason
     timings: Timings
+    embedding: tuple[float, ...] | None = None  #: if one was wanted
 
 
 SessionEvent = Accepted | Delta | Finished

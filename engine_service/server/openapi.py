@@ -19,6 +19,7 @@ from engine_service import __version__
 from engine_service.checks import (
     Validator,
     boolean,
+    described,
     list_of,
     mapping,
     member,
@@ -112,6 +113,14 @@ _JOB_LINE: Final[dict[str, Validator]] = {
     "webhook": or_none(_message(host=_TEXT, state=one_of(state.value for state in TellState), tries=_COUNT)),
 }
 _REVISION: Final[dict[str, Validator]] = {"revision": _COUNT, "at": _SECONDS, "by": _TEXT, "note": _TEXT}
+
+
+def _vector(value: Any) -> Any:
+    return text()(value) if isinstance(value, str) else list_of(number())(value)
+
+
+described(_vector, lambda: {"anyOf": [schema_of(list_of(number())), schema_of(text())]})
+
 _ANSWER: Final[dict[str, Validator]] = {
     "id": _TEXT,
     "created": _COUNT,
@@ -142,6 +151,13 @@ ANSWERS: Final[Mapping[str, Validator]] = {
     ),
     "ChatCompletion": _message(object=one_of(["chat.completion"]), **_ANSWER),
     "Completion": _message(object=one_of(["text_completion"]), **_ANSWER),
+    "Embeddings": _message(
+        object=one_of(["list"]),
+        data=list_of(_message(object=one_of(["embedding"]), index=_COUNT, embedding=_vector)),
+        model=_TEXT,
+        usage=mapping,
+        fairhearth=mapping,
+    ),
     "Prefix": _message(prefix_tokens=_COUNT, computed_tokens=_COUNT),
     "Resident": _RESIDENT,
     "Residents": _message(residents=list_of(_RESIDENT)),
@@ -152,6 +168,17 @@ ANSWERS: Final[Mapping[str, Validator]] = {
         scheduler=_TEXT, **_REVISION, policy=POLICY_TABLE, history=list_of(_message(**_REVISION))
     ),
     "PolicyTrial": _message(policy=POLICY_TABLE),
+    "Rehearsal": _message(
+        scenario=_TEXT,
+        title=_TEXT,
+        machine=_TEXT,
+        simulated_s=_SECONDS,
+        seeds=list_of(_COUNT),
+        passes=boolean,
+        criteria=list_of(
+            _message(name=_TEXT, check=_TEXT, over=_TEXT, holds=boolean, seeds=list_of(mapping))
+        ),
+    ),
     "Capacity": _message(
         **_IDENTITY,
         backend=_TEXT,

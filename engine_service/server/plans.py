@@ -64,7 +64,7 @@ async def plan_completion(service: Service, message: CompletionRequest, caller: 
         prompt_ids = await off_loop(len(text), lambda: service.conversation.text_ids(text))
     else:
         prompt_ids = message.prompt
-        _check_token_ids(service, prompt_ids, "prompt")
+        check_token_ids(service, prompt_ids, "prompt")
     return Plan(
         order=replace(_order(options, caller, prompt_ids), heal_prompt=message.token_healing),
         caller=caller,
@@ -79,10 +79,11 @@ def _check(service: Service, options: Options, caller: Extension) -> None:
     if options.model and options.model != served:
         raise UnknownModel(f"the model {options.model!r} is not served here; {served!r} is", param="model")
     service.residents.check(caller.resident_id, param="fairhearth.resident")
-    _check_token_ids(service, tuple(options.logit_bias), "logit_bias")
+    check_token_ids(service, tuple(options.logit_bias), "logit_bias")
 
 
-def _check_token_ids(service: Service, token_ids: tuple[int, ...], param: str) -> None:
+def check_token_ids(service: Service, token_ids: tuple[int, ...], param: str) -> None:
+    """Refuse token ids that the model does not have."""
     size = service.engine.info.vocab_size
     if (highest := max(token_ids, default=0)) >= size:
         raise InvalidRequest(

@@ -16,6 +16,7 @@ from engine_service.server.handlers import (
     jobs,
     pair,
     policy,
+    rehearse,
     residents,
     status,
 )
@@ -83,7 +84,7 @@ ROUTES: Final = (
         handler=generate.embed,
         scope=Scope.GENERATE,
         takes="EmbeddingsRequest",
-        gives={501: "Error"},
+        gives={200: "Embeddings", 501: "Error"},
     ),
     Route(method="GET", path="/v1/policy", handler=policy.read, gives={200: "Policy"}),
     Route(
@@ -117,6 +118,14 @@ ROUTES: Final = (
         scope=Scope.POLICY,
         takes="RollbackRequest",
         gives={200: "Policy"},
+    ),
+    Route(
+        method="POST",
+        path="/v1/rehearse",
+        handler=rehearse.rehearse,
+        scope=Scope.POLICY,
+        takes="RehearsalRequest",
+        gives={200: "Rehearsal"},
     ),
     Route(
         method="POST",

@@ -11,6 +11,7 @@ import pytest
 
 from engine_service.backends.base import (
     BackendError,
+    ChunkOrder,
     Constraint,
     ConstraintKind,
     FinishReason,
@@ -24,6 +25,8 @@ from engine_service.backends.llama_cpp.binding import NO_ROOM
 from engine_service.backends.llama_cpp.model import Model
 from engine_service.scheduling.model import PreemptionMode, RequestId
 from tests.backends.driver import GREEDY, Driver, assert_same_but_near_ties
+
+Embedding = tuple[float, ...]
 
 STORY = "The keeper climbed the stairs, trimmed the wick and wrote the weather into the log. " * 40
 
@@ -389,3 +392,83 @@ def test_the_number_of_threads_can_change_between_steps(real: Driver) -> None:
         assert len(real.run(real.order("two", (19556, 28), 1)).token_ids) == 1
     finally:
         real.backend.set_threads(1)
+
+
+# -- embeddings ----------------------------------------------------------------------------------------
+
+
+def embed(
+    backend: LlamaCppBackend, prompt_ids: Sequence[int], *, chunks: Sequence[int], preempt_after: int = -1
+) -> Embedding:
+    """Compute the embedding chunk by chunk, preempted and begun anew after one of them."""
+    request_id = RequestId("embedded")
+    order = GenerationOrder(
+        request_id=request_id, prompt_ids=tuple(prompt_ids), max_tokens=0, wants_embedding=True
+    )
+    assert backend.admit(order, reserved_tokens=len(prompt_ids)) == 0, "every token is computed"
+    left = len(prompt_ids)
+    for number, size in enumerate(itertools.cycle(chunks)):
+        ordered = ChunkOrder(request_id=request_id, num_tokens=min(size, left))
+        [outcome] = backend.step([], [ordered]).outcomes
+        left -= outcome.prefill_tokens
+        if outcome.finish_reason is not None:
+            assert left == 0
+            assert outcome.embedding is not None
+            return outcome.embedding
+        assert outcome.embedding is None
+        if number == preempt_after:
+            backend.preempt(request_id, PreemptionMode.RELEASE)
+            assert backend.resume(request_id, reserved_tokens=len(prompt_ids)) == 0
+            left = len(prompt_ids)
+    raise AssertionError("unreachable")
+
+
+def nearness(left: Embedding, right: Embedding) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))
+
+
+def test_an_embedding_is_the_same_however_it_is_computed(real: Driver) -> None:
+    backend, ids = real.backend, story(real, 150)
+    whole = embed(backend, ids, chunks=[150])
+    assert len(whole) == backend.info.embedding_size
+    assert nearness(whole, whole) == pytest.approx(1.0, abs=1e-5)
+    assert nearness(whole, embed(backend, ids, chunks=[7, 31, 64])) > 0.9999
+    assert nearness(whole, embed(backend, ids, chunks=[40], preempt_after=2)) > 0.9999
+    assert nearness(whole, embed(backend, ids[::-1], chunks=[150])) < 0.999, "the text matters"
+
+
+def test_embeddings_beside_and_before_it_do_not_change_a_text(real: Driver) -> None:
+    backend = real.backend
+    prompt = tuple(story(real, 40, first=70))
+
+    def written(beside: bool) -> list[int]:
+        backend.drop_cache()
+        writer, other = RequestId("writer"), RequestId("other")
+        backend.admit(
+            GenerationOrder(request_id=writer, prompt_ids=prompt, max_tokens=12, sampling=GREEDY),
+            reserved_tokens=60,
+        )
+        token_ids = list(
+            backend.step([], [ChunkOrder(request_id=writer, num_tokens=40)]).outcomes[0].token_ids
+        )
+        if beside:
+            backend.admit(
+                GenerationOrder(
+                    request_id=other, prompt_ids=tuple(story(real, 88)), max_tokens=0, wants_embedding=True
+                ),
+                reserved_tokens=88,
+            )
+        while len(token_ids) < 12:
+            beside = beside and other in backend.request_ids
+            chunks = [ChunkOrder(request_id=other, num_tokens=8)] if beside else []
+            for outcome in backend.step([writer], chunks).outcomes:
+                token_ids += outcome.token_ids
+        return token_ids
+
+    assert written(beside=True) == written(beside=False)
+
+
+def test_an_embedding_with_an_answer_is_refused(real: Driver) -> None:
+    order = GenerationOrder(request_id=RequestId("x"), prompt_ids=(1,), max_tokens=1, wants_embedding=True)
+    with pytest.raises(ValueError, match="made of a prompt alone"):
+        real.backend.admit(order, reserved_tokens=32)

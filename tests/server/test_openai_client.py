@@ -208,9 +208,9 @@ async def test_json_of_any_shape_can_be_asked_for(client: openai.AsyncOpenAI, mo
 async def test_what_this_engine_cannot_do_reaches_the_client_as_an_error_with_its_code(
     client: openai.AsyncOpenAI, model: str
 ) -> None:
-    with pytest.raises(openai.APIStatusError) as refused:
-        await client.embeddings.create(model=model, input="Hello")
-    assert (refused.value.status_code, refused.value.code) == (501, "not_supported")
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.embeddings.create(model=model, input="Hello", dimensions=64)
+    assert (refused.value.code, refused.value.param) == ("invalid_request", "dimensions")
 
 
 async def test_a_keyword_no_grammar_can_keep_is_refused_where_strictness_was_promised(

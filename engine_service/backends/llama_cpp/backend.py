@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -65,6 +66,7 @@ class LlamaCppBackend(SequenceHolder):
         self._model = model
         self._micro_batch = micro_batch
         self._row_s = _FIRST_ROW_S  # seconds per prompt token, as last measured
+        self._hidden_row_s = _FIRST_ROW_S  # the same where an embedding is wanted
         self._context = Context(
             model, num_cells=context_tokens, num_sequences=num_ids, micro_batch=micro_batch, threads=threads
         )
@@ -109,6 +111,8 @@ class LlamaCppBackend(SequenceHolder):
             chat_template=library.chat_template(model.handle),
             bos_text=model.special_text(library.begin_of_text(model.vocab)),
             eos_text=model.special_text(model.eos_id),
+            can_embed=True,
+            embedding_size=library.hidden_size(model.handle),
             backend="llama_cpp",
         )
 
@@ -175,7 +179,9 @@ class LlamaCppBackend(SequenceHolder):
         with self._context.step():
             outcomes = self._decode([part for part in parts if not part.is_chunk])
             chunks = [part for part in parts if part.is_chunk]
-            outcomes += self._prefill(chunks)
+            wanting = [part for part in chunks if part.live.generation.order.wants_embedding]
+            outcomes += self._prefill([part for part in chunks if part not in wanting])
+            outcomes += self._embed(wanting)
         return StepOutcome(
             outcomes=tuple(outcomes),
             seconds=time.perf_counter() - started,
@@ -208,6 +214,42 @@ class LlamaCppBackend(SequenceHolder):
         left = [part for part in parts if part.num_done < part.num_tokens]
         return outcomes + [self._settle(part, part.num_done, None) for part in left]
 
+    def _embed(self, parts: list[Part]) -> list[SequenceOutcome]:
+        """Compute chunks as `_prefill`, in passes of their own that keep what the model makes of each token.
+
+        An embedding is the mean of that over the whole text, brought to length 1.
+        """
+        for pieces in _micro_batches(parts, self._micro_batch):
+            num_rows = sum([size for _, size in pieces])
+            started = time.perf_counter()
+            with self._context.keeping_hidden():
+                if self._compute(pieces, expected_s=num_rows * self._hidden_row_s) == ABORTED:
+                    break
+                self._add_up(pieces)
+            self._hidden_row_s = (time.perf_counter() - started) / num_rows
+        return [self._settle_embedding(part) for part in parts]
+
+    def _add_up(self, pieces: list[tuple[Part, int]]) -> None:
+        hidden = self._context.hidden()
+        if hidden is None:
+            raise BackendError("llama.cpp computed the iteration but returned no embeddings")
+        row = 0
+        for part, size in pieces:
+            total = hidden[row : row + size].sum(axis=0, dtype=np.float64)
+            before = part.live.hidden_sum
+            part.live.hidden_sum = total if before is None else before + total
+            row += size
+
+    def _settle_embedding(self, part: Part) -> SequenceOutcome:
+        total = part.live.hidden_sum
+        outcome = self._settle(part, part.num_done, None)
+        if outcome.finish_reason is None or total is None:
+            return outcome
+        length = float(np.linalg.norm(total))
+        if not (np.isfinite(length) and length > 0):
+            return self._fault(part, part.num_done, ValueError("the model makes nothing of this text"))
+        return replace(outcome, embedding=tuple((total / length).tolist()))
+
     def _compute(self, pieces: list[tuple[Part, int]], *, expected_s: float | None = None) -> int:
         """Compute so many more tokens of each part in one llama_decode; return 0 or ABORTED."""
         self._compose(pieces)
@@ -226,12 +268,13 @@ class LlamaCppBackend(SequenceHolder):
             live = part.live
             start = live.num_stored
             wants_logits = part.wants_logits and part.num_done + size == part.num_tokens
+            wants_hidden = live.generation.order.wants_embedding
             if size == 1 and wants_logits:
                 part.output_row = context.add_token(live.sequence_id, live.generation.last_token, start)
             else:
                 tokens = live.generation.tokens(start, start + size)
                 part.output_row = context.add_chunk(
-                    live.sequence_id, tokens, start, wants_logits=wants_logits
+                    live.sequence_id, tokens, start, wants_logits=wants_logits, wants_hidden=wants_hidden
                 )
 
     def _row(self, part: Part) -> NDArray[np.float32] | None:

@@ -226,6 +226,7 @@ class Library:
             "llama_model_free": (None, (ptr,)),
             "llama_model_get_vocab": (ptr, (ptr,)),
             "llama_model_n_ctx_train": (i32, (ptr,)),
+            "llama_model_n_embd": (i32, (ptr,)),
             "llama_model_meta_val_str": (i32, (ptr, text, text, size)),
             "llama_model_chat_template": (text, (ptr, text)),
             "llama_model_has_encoder": (flag, (ptr,)),
@@ -247,6 +248,8 @@ class Library:
             "llama_set_abort_callback": (None, (ptr, ptr, ptr)),
             "llama_decode": (i32, (ptr, Batch)),
             "llama_get_logits": (ptr, (ptr,)),
+            "llama_set_embeddings": (None, (ptr, flag)),
+            "llama_get_embeddings": (ptr, (ptr,)),
             "llama_synchronize": (None, (ptr,)),
             "llama_get_memory": (ptr, (ptr,)),
             "llama_memory_seq_rm": (flag, (ptr, i32, i32, i32)),
@@ -326,6 +329,10 @@ class Library:
     def trained_context(self, model: int) -> int:
         """Return the context length (tokens) the model was trained for."""
         return int(self._lib.llama_model_n_ctx_train(model))
+
+    def hidden_size(self, model: int) -> int:
+        """Return how many numbers the model makes of a token before it chooses the next one."""
+        return int(self._lib.llama_model_n_embd(model))
 
     def metadata(self, model: int, key: str) -> str:
         """Return a GGUF metadata value as text; empty if absent."""
@@ -437,6 +444,15 @@ class Library:
     def logits_address(self, context: int) -> int | None:
         """Return where the wanted rows' logits lie (float32, one vocabulary per row), in batch order."""
         address: int | None = self._lib.llama_get_logits(context)
+        return address
+
+    def set_embeddings(self, context: int, wanted: bool) -> None:
+        """Let `decode` keep what the model makes of every wanted row, from the next one on."""
+        self._lib.llama_set_embeddings(context, wanted)
+
+    def embeddings_address(self, context: int) -> int | None:
+        """Return where that lies (float32, `hidden_size` per wanted row), in batch order."""
+        address: int | None = self._lib.llama_get_embeddings(context)
         return address
 
     def synchronize(self, context: int) -> None:

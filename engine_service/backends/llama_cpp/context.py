@@ -44,6 +44,7 @@ class Context:
             if not handle:
                 raise ModelError(f"{model.path}: no cache of {num_cells} tokens: {library.recent_log()}")
         self._library, self._handle, self._vocab_size = library, handle, model.vocab_size
+        self._hidden_size = library.hidden_size(model.handle)
         self._memory = library.memory(handle)
         self.num_cells = library.num_cells(handle)
         self.cells = CellAccounts()
@@ -94,16 +95,27 @@ class Context:
         return self._num_outputs - 1
 
     def add_chunk(
-        self, sequence_id: int, tokens: NDArray[np.int32], position: int, *, wants_logits: bool
+        self,
+        sequence_id: int,
+        tokens: NDArray[np.int32],
+        position: int,
+        *,
+        wants_logits: bool,
+        wants_hidden: bool = False,
     ) -> int:
-        """Add consecutive tokens from position on; return the last one's row of logits, -1 if not wanted."""
+        """Add consecutive tokens from position on; return the last one's row of logits, -1 if not wanted.
+
+        wants_hidden wants every row, for `hidden`.
+        """
         start, end = self._num_rows, self._num_rows + len(tokens)
         self._tokens[start:end] = tokens
         self._positions[start:end] = self._ramp[: len(tokens)]
         self._positions[start:end] += position
         self._ids[start:end] = sequence_id
-        self._outputs[start:end] = 0
+        self._outputs[start:end] = wants_hidden
         self._num_rows = end
+        if wants_hidden:
+            self._num_outputs += len(tokens)
         if not wants_logits:
             return -1
         self._outputs[end - 1] = 1
@@ -164,6 +176,24 @@ class Context:
         kind = ctypes.c_float * (self._num_outputs * self._vocab_size)
         flat: NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(address))
         return flat.reshape(self._num_outputs, self._vocab_size)
+
+    @contextmanager
+    def keeping_hidden(self) -> Iterator[None]:
+        """Let `run` keep what the model makes of every wanted row, inside the block."""
+        self._library.set_embeddings(self._handle, True)
+        try:
+            yield
+        finally:
+            self._library.set_embeddings(self._handle, False)
+
+    def hidden(self) -> NDArray[np.float32] | None:
+        """Return it, float32 [wanted rows, hidden size], valid until the next `run`; None if lost."""
+        address = self._library.embeddings_address(self._handle)
+        if not address:
+            return None
+        kind = ctypes.c_float * (self._num_outputs * self._hidden_size)
+        flat: NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(address))
+        return flat.reshape(self._num_outputs, self._hidden_size)
 
     def length(self, sequence_id: int) -> int:
         """Return how many tokens llama.cpp itself says the sequence stores."""

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from aiohttp import web
 
-from engine_service.errors import EngineError, GenerationFailed, NotSupported
+from engine_service.errors import EngineError, GenerationFailed
 from engine_service.protocol import (
     Extension,
     Options,
@@ -20,6 +20,8 @@ from engine_service.protocol import (
     parse_embeddings_request,
     parse_prefix_request,
 )
+from engine_service.scheduling.model import WorkloadClass
+from engine_service.server.embeddings import embedded, embeddings_body
 from engine_service.server.plans import (
     Plan,
     Running,
@@ -53,11 +55,12 @@ async def complete(request: web.Request) -> web.StreamResponse:
 async def embed(request: web.Request) -> web.StreamResponse:
     """POST /v1/embeddings: refused, by name, where the backend makes none."""
     service = request.app[SERVICE]
-    parse_embeddings_request(await read_json(request))
-    info = service.engine.info
-    raise NotSupported(
-        f"the backend {info.backend!r} makes no embeddings of {info.name!r}; GET /v1/engine says `can_embed`"
+    message = parse_embeddings_request(await read_json(request))
+    caller = request[CALLER].attribute(
+        message.asked, default=WorkloadClass.EMBEDDING, resident_id=service.users.get(message.user or "")
     )
+    found = await embedded(service, message, caller)
+    return respond(embeddings_body(found, service.engine.info.name, caller, encoding=message.encoding))
 
 
 async def prefix(request: web.Request) -> web.StreamResponse:
