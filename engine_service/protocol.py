@@ -315,6 +315,19 @@ class JobRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalRequest:
+    """POST /v1/rehearse."""
+
+    scenario: str
+    policy: Json  #: changes of what holds
+    seeds: int
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the request as it is sent."""
+        return {"scenario": self.scenario, "policy": dict(self.policy), "seeds": self.seeds}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRequest:
     """PUT and PATCH /v1/policy, POST /v1/policy/validate. What the keys mean is the settings' affair."""
 
@@ -814,6 +827,25 @@ _EMBEDDINGS: Final = table(
 )
 
 _POLICY: Final = table({vol.Required("policy"): mapping, vol.Optional("note"): or_none(text(at_most=256))})
+MAX_REHEARSED_SEEDS: Final = 5
+
+
+def _scenario(value: Any) -> str:
+    name: str = text(at_least=1, at_most=64)(value)
+    if not (name.isascii() and name.replace("_", "0").isalnum()):
+        raise vol.Invalid("must be the name of a scenario, as `fairhearth simulate --list` shows them")
+    return name
+
+
+described(_scenario, lambda: {"type": "string", "pattern": "^[A-Za-z0-9_]{1,64}$"})
+
+_REHEARSAL: Final = table(
+    {
+        vol.Required("scenario"): _scenario,
+        vol.Optional("policy"): or_none(mapping),
+        vol.Optional("seeds"): or_none(whole_number(1, MAX_REHEARSED_SEEDS)),
+    }
+)
 _ROLLBACK: Final = table({vol.Required("revision"): whole_number(0)})
 
 _YEAR_S: Final = 366 * 86_400
@@ -911,6 +943,7 @@ SCHEMAS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "PolicyRequest": _POLICY,
     "PrefixRequest": _PREFIX,
     "ResidentRequest": _RESIDENT,
+    "RehearsalRequest": _REHEARSAL,
     "RollbackRequest": _ROLLBACK,
 }
 """What each message may hold, for a document of the API."""
@@ -1058,6 +1091,14 @@ def parse_job_request(value: Any) -> JobRequest:
 def parse_policy_request(value: Any) -> PolicyRequest:
     """Return the message of PUT and PATCH /v1/policy; raise InvalidRequest naming the field."""
     return PolicyRequest(**_checked(_POLICY, value))
+
+
+def parse_rehearsal_request(value: Any) -> RehearsalRequest:
+    """Return the message of POST /v1/rehearse; raise InvalidRequest naming the field."""
+    raw = _checked(_REHEARSAL, value)
+    return RehearsalRequest(
+        scenario=raw["scenario"], policy=raw.get("policy") or {}, seeds=raw.get("seeds") or 1
+    )
 
 
 def parse_rollback_request(value: Any) -> int:

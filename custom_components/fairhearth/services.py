@@ -37,6 +37,7 @@ SERVICE_GET_JOB: Final = "get_job"
 SERVICE_CANCEL_JOB: Final = "cancel_job"
 SERVICE_LIST_JOBS: Final = "list_jobs"
 SERVICE_SET_POLICY: Final = "set_policy"
+SERVICE_REHEARSE: Final = "rehearse"
 
 ATTR_PROMPT: Final = "prompt"
 ATTR_INSTRUCTIONS: Final = "instructions"
@@ -55,9 +56,12 @@ ATTR_REVISION: Final = "revision"
 ATTR_NOTE: Final = "note"
 ATTR_FROM_DEFAULTS: Final = "from_defaults"
 ATTR_DRY_RUN: Final = "dry_run"
+ATTR_SCENARIO: Final = "scenario"
+ATTR_SEEDS: Final = "seeds"
 
 MAX_TITLE_CHARACTERS: Final = 128
 MAX_NOTE_CHARACTERS: Final = 200
+MAX_SEEDS: Final = 5
 
 CHOSEN_CLASSES: Final = (WorkloadClass.CHAT, WorkloadClass.AGENT, WorkloadClass.BACKGROUND)
 """Classes that a caller may choose; that someone speaks is known from where a request comes from, not
@@ -112,6 +116,16 @@ SET_POLICY_SCHEMA: Final = probatio.Schema(
         cv.has_at_most_one_key(ATTR_POLICY, ATTR_REVISION),
     )
 )
+REHEARSE_SCHEMA: Final = probatio.Schema(
+    {
+        **_ENGINE,
+        probatio.Required(ATTR_SCENARIO): cv.string,
+        probatio.Optional(ATTR_POLICY, default=dict): dict,
+        probatio.Optional(ATTR_SEEDS, default=1): probatio.All(
+            probatio.Coerce(int), probatio.Range(min=1, max=MAX_SEEDS)
+        ),
+    }
+)
 JOB_SCHEMA: Final = probatio.Schema({**_ENGINE, probatio.Required(ATTR_JOB_ID): cv.string})
 LIST_JOBS_SCHEMA: Final = probatio.Schema(
     {
@@ -135,6 +149,7 @@ def async_setup_services(hass: HomeAssistant) -> None:
         (SERVICE_GET_JOB, _async_get_job, JOB_SCHEMA, only),
         (SERVICE_CANCEL_JOB, _async_cancel_job, JOB_SCHEMA, optional),
         (SERVICE_SET_POLICY, _async_set_policy, SET_POLICY_SCHEMA, optional),
+        (SERVICE_REHEARSE, _async_rehearse, REHEARSE_SCHEMA, only),
         (SERVICE_LIST_JOBS, _async_list_jobs, LIST_JOBS_SCHEMA, only),
     ):
         hass.services.async_register(
@@ -237,6 +252,19 @@ async def _async_set_policy(call: ServiceCall) -> ServiceResponse:
     except EngineError as err:
         raise as_home_assistant_error(err) from err
     return {"policy": policy.table, "revision": policy.revision, "note": policy.note}
+
+
+async def _async_rehearse(call: ServiceCall) -> ServiceResponse:
+    """Return what a scenario says of the policy, or of what it would become."""
+    coordinator = _coordinator(call)
+    if not await _async_may_act_for_others(call):
+        raise Unauthorized(context=call.context)
+    try:
+        return await coordinator.client.rehearse(
+            call.data[ATTR_SCENARIO], call.data[ATTR_POLICY], seeds=call.data[ATTR_SEEDS]
+        )
+    except EngineError as err:
+        raise as_home_assistant_error(err) from err
 
 
 async def _async_own_job(call: ServiceCall, coordinator: FairhearthCoordinator) -> Job:

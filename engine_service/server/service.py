@@ -22,6 +22,7 @@ from engine_service.scheduling.model import ResidentId
 from engine_service.server.auth import Guard
 from engine_service.server.meters import Meters
 from engine_service.server.policies import PolicyBook
+from engine_service.server.rehearsal import Rehearsals
 from engine_service.server.residents import ResidentBook
 from engine_service.server.streaming import dumps
 
@@ -48,6 +49,7 @@ class Service:
     engine_id: str
     name: str
     created: int  #: seconds since 1970, when this process began to serve
+    rehearsals: Rehearsals = field(default_factory=Rehearsals)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  #: ends streams that would never end
 
     def identity(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "pair_request": protocol.parse_pair_request,
     "job_request": protocol.parse_job_request,
     "policy_request": protocol.parse_policy_request,
+    "rehearsal_request": protocol.parse_rehearsal_request,
     "embeddings_request": protocol.parse_embeddings_request,
 }
 REQUESTS = [(kind, path) for kind in PARSERS for path in sorted(GOLDEN.glob(f"{kind}*.json"))]

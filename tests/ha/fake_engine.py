@@ -37,6 +37,7 @@ from engine_service.protocol import (
     parse_pair_request,
     parse_policy_request,
     parse_prefix_request,
+    parse_rehearsal_request,
     parse_resident_id,
     parse_resident_request,
     parse_rollback_request,
@@ -167,6 +168,7 @@ class FakeEngine:
     pair_refusal: EngineError | None = None
     token_refusal: EngineError | None = None
     has_policy: bool = True
+    rehearsals: list[dict[str, Any]] = field(default_factory=list)
     policies: list[dict[str, Any]] = field(default_factory=lambda: [DEFAULT_POLICY])  #: by revision
     has_jobs: bool = True
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -218,6 +220,7 @@ class FakeEngine:
                 web.put("/v1/policy", self._change_policy),
                 web.post("/v1/policy/validate", self._validate_policy),
                 web.post("/v1/policy/rollback", self._roll_back_policy),
+                web.post("/v1/rehearse", self._rehearse),
                 web.post("/v1/jobs", self._submit_job),
                 web.get("/v1/jobs", self._list_jobs),
                 web.get("/v1/jobs/stream", self._job_stream),
@@ -407,6 +410,13 @@ class FakeEngine:
             raise InvalidRequest(f"there is no revision {revision}")
         self.policies.append(self.policies[revision])
         return web.json_response(self._policy_body(f"back to revision {revision}"))
+
+    async def _rehearse(self, request: web.Request) -> web.Response:
+        asked = parse_rehearsal_request(parse_json(await request.read()))
+        if asked.scenario != "kitchen_light":
+            raise InvalidRequest(f"there is no scenario {asked.scenario!r}", param="scenario")
+        self.rehearsals.append(asked.as_wire())
+        return web.json_response(golden("rehearsal"))
 
     # --- durable jobs ---
 

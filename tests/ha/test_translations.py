@@ -102,6 +102,7 @@ def test_the_actions_are_described() -> None:
         "cancel_job": services.JOB_SCHEMA,
         "list_jobs": services.LIST_JOBS_SCHEMA,
         "set_policy": services.SET_POLICY_SCHEMA,
+        "rehearse": services.REHEARSE_SCHEMA,
     }
     assert described.keys() == schemas.keys()
     for name, schema in schemas.items():

@@ -33,6 +33,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("PATCH", "/v1/policy", {"policy": {"max_skips": 3}}),
     ("POST", "/v1/policy/validate", {"policy": {"max_skips": 3}}),
     ("POST", "/v1/policy/rollback", {"revision": 0}),
+    ("POST", "/v1/rehearse", {"scenario": "kitchen_light"}),
     ("POST", "/v1/jobs", {"request": HELLO}),
     ("GET", "/v1/jobs", None),
     ("GET", "/v1/jobs/JOB", None),

@@ -34,13 +34,16 @@ from .protocol import (
     resident_from_wire,
     residents_from_wire,
 )
-from .reading import JsonObject, loads
+from .reading import JsonObject, Reader, loads
 
 REQUEST_TIMEOUT_S: Final = 10.0
 """Most seconds for a question that the engine answers from memory."""
 
 PREFIX_TIMEOUT_S: Final = 120.0
 """Most seconds to compute a prompt's beginning while others are served."""
+
+REHEARSAL_TIMEOUT_S: Final = 150.0
+"""The engine ends a rehearsal after two minutes."""
 
 SILENCE_TIMEOUT_S: Final = 40.0
 """Every stream says something at least every 15 s, if only that it is alive; twice missed is lost."""
@@ -137,6 +140,13 @@ class EngineClient:
         """Have an earlier policy hold again; return what holds then."""
         body: JsonObject = {"revision": revision}
         return Policy.from_wire(await self._ask("POST", "v1", "policy", "rollback", body=body))
+
+    async def rehearse(self, scenario: str, changes: JsonObject, *, seeds: int) -> JsonObject:
+        """Return what a scenario of the simulator says of the policy in force with these changes."""
+        body: JsonObject = {"scenario": scenario, "policy": changes, "seeds": seeds}
+        verdict = await self._ask("POST", "v1", "rehearse", body=body, timeout_s=REHEARSAL_TIMEOUT_S)
+        Reader(verdict, "rehearsal").flag("passes")
+        return verdict
 
     async def submit_job(self, order: JobOrder) -> Job:
         """Order an answer that outlives the engine's restarts; return it as the engine wrote it down."""
