@@ -168,6 +168,17 @@ ANSWERS: Final[Mapping[str, Validator]] = {
         scheduler=_TEXT, **_REVISION, policy=POLICY_TABLE, history=list_of(_message(**_REVISION))
     ),
     "PolicyTrial": _message(policy=POLICY_TABLE),
+    "Rehearsal": _message(
+        scenario=_TEXT,
+        title=_TEXT,
+        machine=_TEXT,
+        simulated_s=_SECONDS,
+        seeds=list_of(_COUNT),
+        passes=boolean,
+        criteria=list_of(
+            _message(name=_TEXT, check=_TEXT, over=_TEXT, holds=boolean, seeds=list_of(mapping))
+        ),
+    ),
     "Capacity": _message(
         **_IDENTITY,
         backend=_TEXT,

@@ -16,6 +16,7 @@ from engine_service.server.handlers import (
     jobs,
     pair,
     policy,
+    rehearse,
     residents,
     status,
 )
@@ -117,6 +118,14 @@ ROUTES: Final = (
         scope=Scope.POLICY,
         takes="RollbackRequest",
         gives={200: "Policy"},
+    ),
+    Route(
+        method="POST",
+        path="/v1/rehearse",
+        handler=rehearse.rehearse,
+        scope=Scope.POLICY,
+        takes="RehearsalRequest",
+        gives={200: "Rehearsal"},
     ),
     Route(
         method="POST",
