@@ -33,6 +33,99 @@ die() {
     exit 1
 }
 
+# What the script's own first lines say about its use.
+usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[-1]}"; }
+
+# usage_error MESSAGE [LINE...]: wrong usage, which is exit status 2 everywhere in this project.
+usage_error() { (die "$@") || exit 2; }
+
+# read_arguments KNOWN ARGUMENT...: refuse what the script does not know, before anything is installed or begun; --help prints
+# its use. KNOWN is words: --flag, --option=KINDS, or KINDS for words without an option. KINDS are joined by | and are
+# N (a whole number from 1), 20-240 (one in between), FILE and DIR (can be written), PATH (is there), or the word itself.
+# Sets GIVEN to what was given, by option. The programs behind the scripts read the same arguments again.
+declare -A GIVEN=()
+read_arguments() {
+    local known=() word name value spec
+    read -ra known <<<"$1"
+    shift
+    while [ $# -gt 0 ]; do
+        word="$1" name="${1%%=*}"
+        shift
+        case "$word" in -h | --help) usage; exit 0 ;; esac
+        [[ "$word" == -* ]] || name=
+        spec="$(spec_of "$name" "${known[@]}")" || usage_error "unknown argument: $word" "Known: ${known[*]} --help"
+        if [ "$spec" = "$name" ]; then
+            [ "$word" = "$name" ] || usage_error "$name takes no value"
+            GIVEN[${name:-words}]=1
+            continue
+        fi
+        if [ -z "$name" ] || [[ "$word" == *=* ]]; then
+            value="${word#"${name:+$name=}"}"
+        else
+            [ $# -gt 0 ] || usage_error "$name needs a value: $(in_words "$spec")"
+            value="$1"
+            shift
+        fi
+        suits "$value" "$spec" || usage_error "${name:+$name }$value: must be $(in_words "$spec")"
+        GIVEN[${name:-words}]="$value"
+    done
+}
+
+# spec_of NAME KNOWN...: print the KINDS of an option or of plain words, or the name itself for a flag.
+spec_of() {
+    local name="$1" one
+    shift
+    for one in "$@"; do
+        case "$one" in
+        --*) [ -z "$name" ] || [ "${one%%=*}" != "$name" ] || { printf '%s' "${one#*=}"; return; } ;;
+        *) [ -n "$name" ] || { printf '%s' "$one"; return; } ;;
+        esac
+    done
+    return 1
+}
+
+# suits VALUE KINDS: whether the value is of one of them.
+suits() {
+    local IFS='|' kind
+    for kind in $2; do
+        case "$kind" in
+        N) [[ ! "$1" =~ ^[1-9][0-9]{0,8}$ ]] || return 0 ;;
+        [0-9]*-[0-9]*)
+            [[ ! "$1" =~ ^[0-9]{1,9}$ ]] || ((10#$1 < ${kind%-*} || 10#$1 > ${kind#*-})) || return 0
+            ;;
+        FILE) ! can_write "$1" || return 0 ;;
+        DIR) [ -z "$1" ] || ! mkdir -p -- "$1" 2>/dev/null || [ ! -w "$1" ] || return 0 ;;
+        PATH) [ ! -e "$1" ] || return 0 ;;
+        *) [ "$1" != "$kind" ] || return 0 ;;
+        esac
+    done
+    return 1
+}
+
+# can_write FILE: also where there is none yet. Only trying tells, since root may write where a file system does not let it.
+can_write() {
+    if [ -e "$1" ]; then
+        [ -f "$1" ] && [ -w "$1" ]
+    else
+        (: >"$1") 2>/dev/null && rm -- "$1"
+    fi
+}
+
+in_words() {
+    local IFS='|' kind text=''
+    for kind in $1; do
+        case "$kind" in
+        N) kind="a whole number from 1" ;;
+        [0-9]*-[0-9]*) kind="a whole number from ${kind%-*} to ${kind#*-}" ;;
+        FILE) kind="a file that can be written, in a folder that is there" ;;
+        DIR) kind="a folder that can be written" ;;
+        PATH) kind="a file or folder that is there" ;;
+        esac
+        text+="${text:+, or }$kind"
+    done
+    printf '%s' "$text"
+}
+
 # long_step TITLE ESTIMATE COMMAND...: run a command quietly, show that it is alive, and its last lines if it fails.
 # The output is kept in .venv/log. Returns the command's exit status; the caller decides what a failure means. Because the
 # caller asks, `set -e` is off inside the command: a function given here chains its commands with && or returns by itself.
