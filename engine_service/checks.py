@@ -7,6 +7,7 @@ validator knows the JSON schema of what it accepts, so that a document of the AP
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ E = TypeVar("E", bound=Enum)
 JsonSchema = dict[str, Any]
 
 _SHOWN: Final = 60  #: characters of a bad value repeated in a message
+_DEPTH: Final = 3  #: lists within lists that are repeated
 
 
 _SCHEMAS: Final[weakref.WeakKeyDictionary[Validator, Callable[[], JsonSchema]]] = weakref.WeakKeyDictionary()
@@ -50,9 +52,29 @@ def or_none(check: Validator) -> Validator:
 
 
 def shown(value: object) -> str:
-    """Return value as it may appear in a message: short, on one line."""
-    text = repr(value)
+    """Return value as it may appear in a message: short, on one line, as JSON and TOML spell it."""
+    text = _literal(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def _literal(value: object, depth: int = 0) -> str:
+    """Return what the caller wrote; Python's words for it (True, None, inf) would be news to them."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if isinstance(value, int) and value.bit_length() > _SHOWN * 4:
+        return f"a number of more than {_SHOWN} digits"  # Python refuses to write out the longest ones
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not a number" if math.isnan(value) else "infinity" if value > 0 else "-infinity"
+    if isinstance(value, list | dict) and depth == _DEPTH:
+        return "…"
+    if isinstance(value, list):
+        return f"[{', '.join(_literal(entry, depth + 1) for entry in value[:_SHOWN])}]"
+    if isinstance(value, dict):
+        entries = itertools.islice(value.items(), _SHOWN)
+        return f"{{{', '.join(f'{key!r}: {_literal(entry, depth + 1)}' for key, entry in entries)}}}"
+    return repr(value)
 
 
 def whole_number(minimum: int | None = None, maximum: int | None = None) -> Validator:
@@ -71,7 +93,7 @@ def number(
     minimum: float | None = None, maximum: float | None = None, *, above: float | None = None
 ) -> Validator:
     """Accept a finite int or float in [minimum, maximum], strictly greater than above; return a float."""
-    wanted = "a number" + (f" > {above:g}" if above is not None else "") + _range(minimum, maximum)
+    wanted = "a number" + _range(minimum, maximum, above)
 
     def check(value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -107,12 +129,17 @@ def _has_default(key: vol.Required) -> bool:
     return not isinstance(key.default, vol.Undefined)
 
 
-def _range(minimum: float | None, maximum: float | None) -> str:
+def _range(minimum: float | None, maximum: float | None, above: float | None = None) -> str:
     if minimum is not None and maximum is not None:
-        return f" from {minimum:g} to {maximum:g}"
-    if minimum is not None:
-        return f" >= {minimum:g}"
-    return f" <= {maximum:g}" if maximum is not None else ""
+        return f" from {_figure(minimum)} to {_figure(maximum)}"
+    bounds = ((">", above), (">=", minimum), ("<=", maximum))
+    told = [f"{sign} {_figure(bound)}" for sign, bound in bounds if bound is not None]
+    return f" {' and '.join(told)}" if told else ""
+
+
+def _figure(value: float) -> str:
+    """Return a bound with all its digits; 1e+06 is no number to type."""
+    return str(int(value)) if value == int(value) else str(value)
 
 
 def _is_outside(value: float, minimum: float | None, maximum: float | None) -> bool:
@@ -136,6 +163,19 @@ def text(*, at_least: int = 0, at_most: int | None = None) -> Validator:
         return value
 
     return described(check, lambda: {"type": "string", **_lengths("Length", at_least, at_most)})
+
+
+def line(*, at_least: int = 0, at_most: int | None = None) -> Validator:
+    """Accept a string that may be shown to people as it is: no line breaks, no control characters."""
+    check = text(at_least=at_least, at_most=at_most)
+
+    def checked(value: Any) -> str:
+        shown_as_is: str = check(value)
+        if not shown_as_is.isprintable():
+            raise vol.Invalid(f"must have printable characters only, on one line, not {shown(value)}")
+        return shown_as_is
+
+    return described(checked, lambda: schema_of(check))
 
 
 def boolean(value: Any) -> bool:

@@ -23,6 +23,7 @@ import voluptuous as vol
 from engine_service.checks import (
     boolean,
     described,
+    line,
     list_of,
     member,
     number,
@@ -55,6 +56,7 @@ FILE_NAME: Final = "fairhearth.toml"
 TOKEN_VARIABLE: Final = "FAIRHEARTH_TOKEN"
 CONFIG_VARIABLE: Final = "FAIRHEARTH_CONFIG"
 MIN_TOKEN_CHARACTERS: Final = 16
+_ADMIN: Final = "admin"  #: how the token of the key server.token is named
 
 
 class Scope(StrEnum):
@@ -235,6 +237,9 @@ class Overrides:
 
 _PORT: Final = whole_number(0, 65535)
 _COUNT: Final = whole_number(1)
+_CONTEXT: Final = whole_number(128, 2**30)  # backends count token slots in 32 bits
+_SEQUENCES: Final = whole_number(1, 256)
+_THREADS: Final = whole_number(1, max(16, 4 * (os.cpu_count() or 1)))  # more only wait for each other
 _PATH: Final = text(at_least=1)
 _SCOPES: Final = list_of(member(Scope), at_least=1)
 _LEVELS: Final = ("debug", "info", "warning", "error")
@@ -355,12 +360,12 @@ _FILE: Final = table(
             {
                 vol.Optional("host"): text(at_least=1),
                 vol.Optional("port"): _PORT,
-                vol.Optional("name"): text(at_least=1, at_most=128),
+                vol.Optional("name"): line(at_least=1, at_most=128),
                 vol.Optional("token"): _token,
                 vol.Optional("tokens"): list_of(
                     table(
                         {
-                            vol.Required("name"): text(at_least=1, at_most=64),
+                            vol.Required("name"): line(at_least=1, at_most=64),
                             vol.Required("token"): _token,
                             vol.Required("scopes"): _SCOPES,
                             vol.Optional("resident"): _resident_id,
@@ -384,9 +389,9 @@ _FILE: Final = table(
             {
                 vol.Optional("backend"): member(BackendName),
                 vol.Optional("path"): _PATH,
-                vol.Optional("context_tokens"): whole_number(128),
-                vol.Optional("max_sequences"): whole_number(1, 256),
-                vol.Optional("threads"): whole_number(1, 1024),
+                vol.Optional("context_tokens"): _CONTEXT,
+                vol.Optional("max_sequences"): _SEQUENCES,
+                vol.Optional("threads"): _THREADS,
                 vol.Optional("requantise"): boolean,
                 vol.Optional("exllamav2"): table(
                     {
@@ -460,13 +465,18 @@ def _source(path: Path | None, environment: Mapping[str, str]) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        # Editors of Windows begin a file with a byte order mark, which TOML does not know.
+        return tomllib.loads(path.read_bytes().decode().removeprefix("\ufeff"))
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: is not UTF-8 (byte {error.start}); TOML files are") from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path}: is not valid TOML: {error}") from None
+    except ValueError:  # Python's bound on the digits of a number
+        raise SettingsError(f"{path}: holds a number of more than 4300 digits") from None
+    except RecursionError:
+        raise SettingsError(f"{path}: is nested too deeply") from None
 
 
 def _checked(check: Callable[[Any], T], value: Any, source: str, name: str = "") -> T:
@@ -519,12 +529,26 @@ def _server(raw: Mapping[str, Any], base: Path) -> ServerSettings:
     ]
     if single := given.pop("token", None):
         tokens.insert(0, _admin(single))
+    _check_distinct(tokens)
     hosts = frozenset(given.pop("webhook_hosts", ()))
     return ServerSettings(**given, tokens=tuple(tokens), webhook_hosts=hosts)
 
 
+def _check_distinct(tokens: list[TokenSetting]) -> None:
+    """Refuse tokens that could not be told apart: only one of two equal ones would ever count."""
+    for index, entry in enumerate(tokens):
+        for earlier in tokens[:index]:
+            if entry.token == earlier.token:
+                raise _BadTable(f"server.tokens: {earlier.name!r} and {entry.name!r} are the same token")
+            if entry.name == earlier.name:
+                which = " (server.token is named so)" if entry.name == _ADMIN else ""
+                raise _BadTable(
+                    f"server.tokens: two tokens are named {entry.name!r}{which}; names must differ"
+                )
+
+
 def _admin(token: str) -> TokenSetting:
-    return TokenSetting(name="admin", token=token, scopes=frozenset({Scope.ADMIN}))
+    return TokenSetting(name=_ADMIN, token=token, scopes=frozenset({Scope.ADMIN}))
 
 
 def _model(raw: Mapping[str, Any], base: Path) -> ModelSettings:
@@ -626,9 +650,9 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
         model,
         path=given.model,
         backend=_option(member(BackendName), given.backend, "--backend"),
-        threads=_option(_COUNT, given.threads, "--threads"),
-        context_tokens=_option(whole_number(128), given.context_tokens, "--context-tokens"),
-        max_sequences=_option(whole_number(1, 256), given.max_sequences, "--max-sequences"),
+        threads=_option(_THREADS, given.threads, "--threads"),
+        context_tokens=_option(_CONTEXT, given.context_tokens, "--context-tokens"),
+        max_sequences=_option(_SEQUENCES, given.max_sequences, "--max-sequences"),
         exllamav2=_replaced(model.exllamav2, device=_option(member(DeviceName), given.device, "--device")),
     )
     return _replaced(

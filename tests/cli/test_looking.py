@@ -132,7 +132,7 @@ async def test_what_does_not_fit_is_said_with_what_would(
     [
         (("--vram", "none"), "must be GiB > 0, for example 24, not 'none'"),
         (("--cache-type", "q3"), "invalid choice: 'q3'"),
-        (("--context-tokens", "1"), "--context-tokens must be a whole number >= 128, not 1"),
+        (("--context-tokens", "1"), "--context-tokens must be a whole number from 128 to 1073741824, not 1"),
     ],
 )
 async def test_wrong_usage_of_plan_is_told(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -137,6 +137,27 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
         ("[model.exllamav2]\ncache_type = 'fp8'", "cache_type must be one of fp16, q8, q6, q4, not 'fp8'"),
         ("[model.exllamav2]\ndraft_tokens = 9", "draft_tokens must be a whole number from 0 to 8"),
         ("[model]\nthreads = 0", "model.threads must be a whole number from 1"),
+        ("[model]\nthreads = 9999", "model.threads must be a whole number from 1 to"),
+        (
+            "[model]\ncontext_tokens = 999999999999",
+            "model.context_tokens must be a whole number from 128 to 1073741824, not 999999999999",
+        ),
+        ("[model]\ncontext_tokens = 1" + "0" * 5000, "holds a number of more than 4300 digits"),
+        ("[server]\nport = true", "server.port must be a whole number from 0 to 65535, not true"),
+        ("[policy]\nvoice_window_s = inf", "policy.voice_window_s must be a number >= 0, not infinity"),
+        (
+            '[server]\nname = "Hearth\\u001b[2J"',
+            "server.name must have printable characters only, on one line, not 'Hearth\\x1b[2J'",
+        ),
+        (
+            f"[server]\ntoken = '{TOKEN}'\ntokens = [{{name = 'x', token = '{TOKEN}', scopes = ['admin']}}]",
+            "server.tokens: 'admin' and 'x' are the same token",
+        ),
+        (
+            f"[server]\ntoken = '{TOKEN}'\n"
+            "tokens = [{name = 'admin', token = 'another-token-for-it', scopes = ['admin']}]",
+            "server.tokens: two tokens are named 'admin' (server.token is named so); names must differ",
+        ),
         ("[policy]\nbackground_reserve = 1.0", "policy: background_reserve must be in [0, 1), not 1.0"),
         (
             "[policy]\nmin_chunk_tokens = 1024",
@@ -175,6 +196,18 @@ def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
         load(missing, environment={})
 
 
+def test_the_example_of_the_document_can_be_used_as_it_is(tmp_path: Path) -> None:
+    example = DOCUMENT.read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
+    assert "residents.alice" in example
+    assert [token.name for token in read(tmp_path, example).server.tokens] == ["home-assistant"]
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "fairhearth.toml"
+    path.write_bytes(b"\xef\xbb\xbf[server]\nport = 7\n")
+    assert load(path, environment={}).server.port == 7
+
+
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     text = "[server]\nport = 1\ntoken = 'token-of-the-file-0'\n[model]\nthreads = 1"
     token = "token-of-the-environment"
@@ -198,7 +231,12 @@ def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (Overrides(port=70000), "command line: --port must be a whole number from 0 to 65535, not 70000"),
-        (Overrides(threads=0), "command line: --threads must be a whole number >= 1, not 0"),
+        (Overrides(threads=0), "command line: --threads must be a whole number from 1 to"),
+        (Overrides(threads=9999), "command line: --threads must be a whole number from 1 to"),
+        (
+            Overrides(context_tokens=999_999_999_999),
+            "command line: --context-tokens must be a whole number from 128 to 1073741824, not 999999999999",
+        ),
         (Overrides(token="short"), "command line: --token must be at least 16"),
     ],
 )
