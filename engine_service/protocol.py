@@ -19,6 +19,7 @@ import voluptuous as vol
 from engine_service.checks import (
     boolean,
     described,
+    line,
     list_of,
     mapping,
     member,
@@ -783,7 +784,7 @@ MAX_ROLLING_WINDOW_S: Final = 31 * 86_400
 
 _RESIDENT: Final = table(
     {
-        vol.Optional("name"): or_none(text(at_least=1, at_most=128)),
+        vol.Optional("name"): or_none(line(at_least=1, at_most=128)),
         vol.Optional("weight"): whole_number(1, 1_000_000),
         vol.Optional("daily_tokens"): or_none(whole_number(1)),
         vol.Optional("daily_is_hard"): boolean,
@@ -826,7 +827,7 @@ _EMBEDDINGS: Final = table(
     }
 )
 
-_POLICY: Final = table({vol.Required("policy"): mapping, vol.Optional("note"): or_none(text(at_most=256))})
+_POLICY: Final = table({vol.Required("policy"): mapping, vol.Optional("note"): or_none(line(at_most=256))})
 MAX_REHEARSED_SEEDS: Final = 5
 
 
@@ -912,7 +913,7 @@ _WEBHOOK: Final = table({vol.Required("url"): _url, vol.Optional("with_result"):
 _JOB: Final = table(
     {
         vol.Required("request"): described(_job_request, lambda: schema_of(_CHAT)),
-        vol.Optional("title"): or_none(text(at_least=1, at_most=256)),
+        vol.Optional("title"): or_none(line(at_least=1, at_most=256)),
         vol.Optional("idempotency_key"): or_none(text(at_least=1, at_most=128)),
         vol.Optional("deadline_s"): or_none(number(maximum=_YEAR_S, above=0)),
         vol.Optional("keep_s"): or_none(number(0, _YEAR_S)),
@@ -932,7 +933,7 @@ def _code(value: Any) -> str:
 described(_code, lambda: {"type": "string", "pattern": "^([ -]*[0-9]){6}[ -]*$"})
 
 
-_PAIR: Final = table({vol.Required("code"): _code, vol.Required("name"): text(at_least=1, at_most=64)})
+_PAIR: Final = table({vol.Required("code"): _code, vol.Required("name"): line(at_least=1, at_most=64)})
 
 SCHEMAS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "ChatRequest": _CHAT,
@@ -964,8 +965,10 @@ def parse_json(body: bytes) -> Any:
         raise InvalidRequest(
             f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
-    except ValueError as error:
+    except _NoNumber as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
+    except ValueError:  # Python's bound on the digits of a number
+        raise InvalidRequest("the body holds a number of more than 4300 digits") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     if "\\u" in content:
@@ -986,8 +989,12 @@ def _loads(content: str) -> Any:
     return json.loads(content, parse_constant=_refuse_constant)
 
 
+class _NoNumber(ValueError):
+    """NaN or Infinity, which JSON does not have."""
+
+
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _NoNumber(f"{name} is not a JSON number")
 
 
 def _checked(check: Callable[[Any], T], value: Any) -> T:

@@ -140,7 +140,9 @@ class JobRunner:
         """Go on with what an earlier engine left; raise StorageUnavailable."""
         count = await self._store.put_all_back()
         if count:
-            _LOGGER.warning("%d jobs were running when the engine ended; they go on", count)
+            said = "1 job was running when the engine ended; it goes on"
+            many = f"{count} jobs were running when the engine ended; they go on"
+            _LOGGER.warning(said if count == 1 else many)
         self._loop = asyncio.create_task(self._keep_running())
 
     async def stop(self) -> None:

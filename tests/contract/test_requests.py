@@ -52,7 +52,7 @@ def test_every_kind_of_request_has_a_golden_example() -> None:
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": Infinity}', "Infinity is not a JSON number"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"1" * 5000, "not JSON"),
+        (b"1" * 5000, "holds a number of more than 4300 digits"),
         (rb'{"a": "\ud800"}', "half of a surrogate pair"),
     ],
 )
@@ -242,3 +242,19 @@ def test_a_wrong_field_of_a_resident_is_named(body: dict[str, Any], param: str) 
 def test_an_illegal_resident_id_is_refused(resident_id: str) -> None:
     with pytest.raises(InvalidRequest):
         protocol.parse_resident_id(resident_id)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "param"),
+    [
+        ("resident_request", {"name": "Alice\x1b[2J"}, "name"),
+        ("resident_request", {"name": "Alice\nBob"}, "name"),
+        ("pair_request", {"code": "123456", "name": "hall\x07"}, "name"),
+        ("job_request", {"request": HELLO, "title": "Day\u2028"}, "title"),
+        ("policy_request", {"policy": {}, "note": "quiet\r"}, "note"),
+    ],
+)
+def test_what_people_are_shown_holds_no_control_characters(kind: str, message: object, param: str) -> None:
+    with pytest.raises(InvalidRequest, match="must have printable characters only, on one line") as refused:
+        PARSERS[kind](message)
+    assert refused.value.param == param

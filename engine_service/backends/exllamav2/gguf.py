@@ -51,7 +51,7 @@ class GgufFile:
         self._place = 4
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError, KeyError) as error:
+        except (struct.error, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: the header is damaged or cut short ({error})") from error
 
     def _read_header(self) -> None:
@@ -96,8 +96,11 @@ class GgufFile:
     # -- the header's pieces ---------------------------------------------------------------------------
 
     def _scalar(self, code: str) -> Any:
+        end = self._place + struct.calcsize(f"<{code}")
+        if end > len(self._data):
+            raise struct.error("a number goes beyond the end of the file")
         value = struct.unpack_from(f"<{code}", self._data, self._place)[0]
-        self._place += struct.calcsize(f"<{code}")
+        self._place = end
         return value
 
     def _string(self) -> str:
@@ -114,6 +117,8 @@ class GgufFile:
         if kind == _ARRAY:
             item, length = self._scalar("I"), self._scalar("Q")
             return [self._value(item) for _ in range(length)]
+        if kind not in _SCALARS:
+            raise struct.error(f"there is no kind of value {kind}")
         return self._scalar(_SCALARS[kind])
 
 
