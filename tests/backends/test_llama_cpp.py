@@ -21,7 +21,7 @@ from engine_service.backends.base import (
     StepOutcome,
 )
 from engine_service.backends.llama_cpp.backend import LlamaCppBackend
-from engine_service.backends.llama_cpp.binding import NO_ROOM
+from engine_service.backends.llama_cpp.binding import ABORTED, NO_ROOM
 from engine_service.backends.llama_cpp.model import Model
 from engine_service.scheduling.model import PreemptionMode, RequestId
 from tests.backends.driver import GREEDY, Driver, assert_same_but_near_ties
@@ -435,6 +435,21 @@ def test_an_embedding_is_the_same_however_it_is_computed(real: Driver) -> None:
     assert nearness(whole, embed(backend, ids, chunks=[7, 31, 64])) > 0.9999
     assert nearness(whole, embed(backend, ids, chunks=[40], preempt_after=2)) > 0.9999
     assert nearness(whole, embed(backend, ids[::-1], chunks=[150])) < 0.999, "the text matters"
+
+
+def test_an_embedding_that_speech_interrupts_goes_on_from_where_it_was(
+    real: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, ids = real.backend, story(real, 150)
+    whole = embed(backend, ids, chunks=[150])
+    run, calls = backend._context.run, itertools.count(1)
+
+    def run_but_every_third(*, expected_s: float | None = None) -> int:
+        return ABORTED if next(calls) % 3 == 0 else run(expected_s=expected_s)
+
+    monkeypatch.setattr(backend._context, "run", run_but_every_third)
+    assert nearness(whole, embed(backend, ids, chunks=[150])) > 0.9999
+    assert next(calls) > 6, "it was interrupted"
 
 
 def test_embeddings_beside_and_before_it_do_not_change_a_text(real: Driver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from engine_service.protocol import (
 )
 from engine_service.scheduling.model import RequestId, ResidentId, WorkloadClass
 from engine_service.server import replies
+from engine_service.server.embeddings import Embedded, embeddings_body
 from engine_service.settings import named
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -126,6 +128,15 @@ def test_an_error_is_the_golden_one(name: str, error: errors.EngineError) -> Non
 def test_a_resident_is_the_golden_one() -> None:
     entry = named(parse_resident_id("alice"), parse_resident_request(golden("resident_request")))
     assert replies.resident_body(entry) == golden("resident")
+
+
+def test_embeddings_are_the_golden_ones_in_both_encodings() -> None:
+    caller = Extension(resident_id=ResidentId("alice"), class_id=WorkloadClass.EMBEDDING)
+    found = [Embedded(vector=v, num_tokens=31, timings=TIMINGS) for v in ((0.6, -0.8), (0.0, 1.0))]
+    body = embeddings_body(found, HEAD.model, caller, encoding="float")
+    assert body == golden("embeddings_response")
+    coded = embeddings_body(found, HEAD.model, caller, encoding="base64")["data"][1]["embedding"]
+    assert base64.b64decode(coded) == b"\0\0\0\0\0\0\x80?"
 
 
 def test_a_job_is_the_golden_one() -> None:
