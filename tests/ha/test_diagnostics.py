@@ -21,7 +21,7 @@ async def test_a_report_has_the_picture_but_no_secret(
     assert await async_setup_component(hass, "diagnostics", {})
     subentry = next(item for item in loaded.subentries.values() if item.subentry_type == "conversation")
     hass.config_entries.async_update_subentry(
-        loaded, subentry, data={**subentry.data, "prompt": "My door code is 4711."}
+        loaded, subentry, data={**subentry.data, "prompt": "My door code is Swordfish."}
     )
     await hass.async_block_till_done()
     await until(lambda: engine.num_job_streams == 2)
@@ -33,7 +33,7 @@ async def test_a_report_has_the_picture_but_no_secret(
     text = json.dumps(report)
     assert TOKEN not in text
     assert engine.url not in text
-    assert "4711" not in text
+    assert "Swordfish" not in text
     assert "secret" not in text
     assert [job["state"] for job in report["jobs"]] == ["submitted"]
     assert report["policy"]["table"]["fairness"] == "service"
