@@ -22,7 +22,7 @@ from engine_service.backends.llama_cpp.model import Model
 
 _INT32_BYTES: Final = 4
 #: A run that should be over by then is not stopped: what speech would win is less than what would be lost.
-_PATIENCE_S: Final = 0.12
+_PATIENCE_S: Final = 0.05
 
 
 class Context:

@@ -16,6 +16,7 @@ VOICE_ALLOWANCE_S: Final = 0.3
 SUMMARY_FACTOR: Final = 1.3
 FIFO_FACTOR: Final = 20.0
 LEAST_SAMPLES: Final = 12
+SAME_WORK: Final = 0.1
 _SHARE_TOLERANCE: Final = 1.0
 
 
@@ -63,10 +64,12 @@ def _work_done(evidence: Evidence) -> Iterator[Check]:
     )
     tokens = {phase.policy: measure.total_tokens(phase.facts) for phase in _phases(evidence)}
     decoded = [counts["decode"] for counts in tokens.values()]
+    # Same questions, but not the same text to the letter: what runs beside an answer changes its rounding, and so
+    # after some words what the small model says and where it ends.
     yield Check(
         name="same_work",
-        promise="both policies had the same work (output tokens within 3 %)",
-        holds=min(decoded) > 0 and max(decoded) <= 1.03 * min(decoded),
+        promise=f"both policies had the same work (output tokens within {SAME_WORK:.0%})",
+        holds=min(decoded) > 0 and max(decoded) <= (1 + SAME_WORK) * min(decoded),
         measured=", ".join(f"{name}: {counts}" for name, counts in tokens.items()),
     )
 
