@@ -64,8 +64,8 @@ def _work_done(evidence: Evidence) -> Iterator[Check]:
     )
     tokens = {phase.policy: measure.total_tokens(phase.facts) for phase in _phases(evidence)}
     decoded = [counts["decode"] for counts in tokens.values()]
-    # Same questions, but not the same text to the letter: what runs beside an answer changes its rounding, and so
-    # after some words what the small model says and where it ends.
+    # Same questions, but not the same text to the letter: what runs beside an answer changes its rounding,
+    # and so after some words what the small model says and where it ends.
     yield Check(
         name="same_work",
         promise=f"both policies had the same work (output tokens within {SAME_WORK:.0%})",
