@@ -21,6 +21,9 @@ GIB: Final = 2**30
 CACHE_BITS: Final = {"fp16": 16.0, "q8": 8.5, "q6": 6.5, "q4": 4.5}
 """Bits per cached value. Quantised caches keep a 16-bit scale for every 32 values."""
 
+CACHE_STEP: Final = 256
+"""Both llama.cpp and ExLlamaV2 make caches of multiples of this (token slots)."""
+
 _GPU_OVERHEAD: Final = 768 * 2**20
 _CPU_OVERHEAD: Final = 256 * 2**20
 """What computing takes beside weights and cache: buffers of activations, the library itself. Estimates."""
@@ -40,6 +43,12 @@ class Footprint:
     max_context_tokens: int  #: that the model was trained for
     overhead_bytes: int  #: what computing takes beside weights and cache
     page_tokens: int  #: of the backend that runs such files
+    rounds_up: bool  #: whether the backend makes up whole steps of CACHE_STEP, or leaves a rest unused
+
+    def cache_tokens(self, context_tokens: int) -> int:
+        """Return the token slots that the backend makes of the setting."""
+        more = CACHE_STEP - 1 if self.rounds_up else 0
+        return (context_tokens + more) // CACHE_STEP * CACHE_STEP
 
     def cache_bytes(self, num_tokens: int, cache_type: str) -> int:
         """Return what num_tokens remembered tokens take; cache_type is a key of CACHE_BITS."""
@@ -53,8 +62,7 @@ class Footprint:
     def most_tokens(self, memory_bytes: int, cache_type: str) -> int:
         """Return the cache (tokens) that memory_bytes leave room for; 0 if not even the weights fit."""
         left = memory_bytes - self.weight_bytes - self.overhead_bytes
-        pages = max(0, left) // self.cache_bytes(self.page_tokens, cache_type)
-        return int(pages) * self.page_tokens
+        return max(0, left) // self.cache_bytes(CACHE_STEP, cache_type) * CACHE_STEP
 
 
 def footprint_of(path: Path) -> Footprint:
@@ -92,6 +100,7 @@ def _of_gguf(path: Path) -> Footprint:
         max_context_tokens=number("context_length"),
         overhead_bytes=_CPU_OVERHEAD,
         page_tokens=32,
+        rounds_up=True,
     )
 
 
@@ -120,6 +129,7 @@ def _of_folder(path: Path) -> Footprint:
         max_context_tokens=number("max_position_embeddings"),
         overhead_bytes=_GPU_OVERHEAD,
         page_tokens=256,
+        rounds_up=False,
     )
 
 

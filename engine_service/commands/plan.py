@@ -16,8 +16,8 @@ from typing import Any, Final
 from engine_service.backends.base import ModelError
 from engine_service.backends.llama_cpp.provision import default_model_path
 from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, fail, print_json, size, table
-from engine_service.engine.memory import REFERENCE_TOKENS, Room, planned
-from engine_service.footprint import CACHE_BITS, GIB, Footprint, footprint_of
+from engine_service.engine.memory import REFERENCE_TOKENS, Room, is_useless, planned
+from engine_service.footprint import CACHE_BITS, CACHE_STEP, GIB, Footprint, footprint_of
 from engine_service.scheduling.model import Capacity
 from engine_service.settings import BackendName, Settings
 
@@ -102,18 +102,25 @@ def run_plan(parsed: argparse.Namespace, settings: Settings) -> int:
     footprint = footprint_of(model_path(settings))
     cache_type = parsed.cache_type or settings.model.exllamav2.cache_type.value
     memory = None if parsed.vram is None else int(parsed.vram * GIB)
-    tokens = settings.model.context_tokens
+    tokens = footprint.cache_tokens(settings.model.context_tokens)
     if memory is not None:
         most = footprint.most_tokens(memory, cache_type)
-        if most < (tokens if parsed.context_tokens else footprint.page_tokens * 2):
+        if most < (tokens if parsed.context_tokens else CACHE_STEP):
             return fail(_does_not_fit(footprint, memory, tokens, most, cache_type), EXIT_BAD)
         tokens = tokens if parsed.context_tokens else most
+    if not tokens:
+        return fail(
+            f"context_tokens must be at least {CACHE_STEP} with a folder of safetensors, one page", EXIT_BAD
+        )
+    capacity = _capacity(footprint, tokens, settings)
+    if reason := is_useless(capacity, settings.policy):
+        return fail(f"no conversation fits: {reason}", EXIT_BAD)
     plan = Plan(
         footprint=footprint,
         cache_type=cache_type,
-        cache_tokens=tokens // footprint.page_tokens * footprint.page_tokens,
+        cache_tokens=tokens,
         memory_bytes=memory,
-        room=_room(footprint, tokens, settings),
+        room=planned(capacity, settings.policy),
         settings=settings,
     )
     if parsed.json:
@@ -125,7 +132,7 @@ def run_plan(parsed: argparse.Namespace, settings: Settings) -> int:
 
 def _does_not_fit(footprint: Footprint, memory: int, tokens: int, most: int, cache_type: str) -> str:
     if not most:
-        needed = footprint.needed_bytes(footprint.page_tokens * 2, cache_type)
+        needed = footprint.needed_bytes(CACHE_STEP, cache_type)
         return (
             f"{footprint.name} does not fit: it takes at least {size(needed)} and there are {size(memory)}; "
             "use a smaller model or a stronger quantisation of this one"
@@ -136,14 +143,13 @@ def _does_not_fit(footprint: Footprint, memory: int, tokens: int, most: int, cac
     )
 
 
-def _room(footprint: Footprint, tokens: int, settings: Settings) -> Room:
-    capacity = Capacity(
+def _capacity(footprint: Footprint, tokens: int, settings: Settings) -> Capacity:
+    return Capacity(
         num_pages=tokens // footprint.page_tokens,
         page_tokens=footprint.page_tokens,
         max_sequences=settings.model.max_sequences,
         max_context_tokens=min(tokens, footprint.max_context_tokens),
     )
-    return planned(capacity, settings.policy)
 
 
 def _show(plan: Plan) -> None:
@@ -173,9 +179,15 @@ def _show(plan: Plan) -> None:
         (f"{fit.context_tokens:,} tokens", str(fit.pages), str(fit.active), str(fit.beside))
         for fit in room.fits()
     ]
-    headers = ("a conversation of", "pages", "active at once", f"beside one: of {REFERENCE_TOKENS:,} tokens")
+    headers = (
+        "a conversation of",
+        "pages",
+        "active at once",
+        f"and beside one: others of {REFERENCE_TOKENS:,}",
+    )
     out.print(table(headers, rows))
     out.print(
+        f"\nThe last column: beside one such conversation so many of {REFERENCE_TOKENS:,} tokens are active."
         "\nMore conversations than fit take turns; how long a request may wait is in the policy.",
         highlight=False,
     )

@@ -9,13 +9,26 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from engine_service.commands.showing import EXIT_OK, console, table
-from engine_service.scheduling.model import GUEST, HOUSE, ClassPolicy, Policy, WorkloadClass
-from engine_service.settings import NamedResident, Settings, load
+from engine_service.engine.memory import doubts, is_useless
+from engine_service.scheduling.model import (
+    GUEST,
+    HOUSE,
+    Capacity,
+    ClassPolicy,
+    Policy,
+    ResidentId,
+    WorkloadClass,
+)
+from engine_service.settings import BackendName, NamedResident, Settings, load
+
+_NOT_HERE: Final = "has no table [residents.…]; requests are refused until the API makes one"
 
 
 def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -42,11 +55,11 @@ def run_check(parsed: argparse.Namespace) -> int:
         "The settings are right." + ("" if changes else " The policy is the default one."), highlight=False
     )
     for line in changes:
-        out.print(f"  {line}", highlight=False)
+        out.print(Text(f"  {line}"))
     _show_residents(out, settings)
     _show_classes(out, settings.policy)
     for note in notes(settings):
-        out.print(f"[yellow]note[/] {note}", highlight=False)
+        out.print(Text("note ", style="yellow").append(note, style="default"))
     return EXIT_OK
 
 
@@ -87,7 +100,7 @@ def _resident(entry: NamedResident, weights: int) -> tuple[str, ...]:
         window = f"in {resident.rolling_window_s:g} s"
         limits.append(_limit(resident.rolling_tokens, window, is_hard=resident.rolling_is_hard))
     return (
-        entry.name,
+        escape(entry.name),
         str(resident.weight),
         f"{100 * resident.weight / weights:.0f} %",
         "; ".join(limits) or "no limit",
@@ -115,6 +128,34 @@ def _show_classes(out: Console, policy: Policy) -> None:
     out.print()
 
 
+def capacity_of(settings: Settings) -> Capacity:
+    """Return what the settings' cache comes to; a model may be trained for less."""
+    model = settings.model
+    page_tokens = 256 if model.backend is BackendName.EXLLAMAV2 else 32
+    return Capacity(
+        num_pages=model.context_tokens // page_tokens,
+        page_tokens=page_tokens,
+        max_sequences=model.max_sequences,
+        max_context_tokens=model.context_tokens,
+    )
+
+
+def _unclear_names(settings: Settings) -> Iterator[str]:
+    """Yield residents whom people cannot tell apart, and tokens and users of residents who are not there."""
+    known = {entry.resident_id for entry in settings.residents}
+    names: dict[str, ResidentId] = {}
+    for entry in settings.residents:
+        other = names.setdefault(entry.name.casefold(), entry.resident_id)
+        if other != entry.resident_id:
+            yield f"{other} and {entry.resident_id} are both shown as {entry.name}"
+    for token in settings.server.tokens:
+        if token.resident_id is not None and token.resident_id not in known:
+            yield f"the token {token.name!r} acts for {token.resident_id!r}, who {_NOT_HERE}"
+    for user, resident_id in settings.server.users.items():
+        if resident_id not in known:
+            yield f"server.users: {user!r} is {resident_id!r}, who {_NOT_HERE}"
+
+
 def notes(settings: Settings) -> list[str]:
     """Return what is allowed and probably not what was meant."""
     policy, found = settings.policy, []
@@ -135,6 +176,10 @@ def notes(settings: Settings) -> list[str]:
         found.append(
             "guest has more weight than anybody of the household; unknown speakers all count as guest"
         )
+    found += doubts(capacity_of(settings), policy)
+    if reason := is_useless(capacity_of(settings), policy):
+        found.append(reason)
+    found += _unclear_names(settings)
     for entry in named:
         daily, output = entry.resident.daily_tokens, policy.output_slice_tokens
         if daily is not None and daily < 10 * output:

@@ -531,7 +531,8 @@ class Engine:
         room = most - length
         if room < 1:
             raise PromptTooLong(
-                f"the prompt has {length} tokens; with room for an answer at most {max(0, most - 1)} fit",
+                f"the prompt has {length} tokens; with room for an answer at most {max(0, most - 1)} fit "
+                "beside what is kept for speech and for pinned prefixes",
                 param="messages",
             )
         wanted = room if order.max_tokens is None else min(order.max_tokens, room)

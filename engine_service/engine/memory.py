@@ -17,6 +17,9 @@ from engine_service.scheduling.state import State
 REFERENCE_TOKENS: Final = 1024
 """The conversation that others are counted in: a house's prompt, a few turns, an answer."""
 
+_SHORTEST: Final = 2  #: a word to read, a word to say
+_SHORT: Final = 512  #: tokens; a house's prompt alone is longer
+
 LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
@@ -79,6 +82,55 @@ def planned(capacity: Capacity, policy: Policy, *, pinned_pages: int = 0) -> Roo
         sequences=capacity.max_sequences - state.headroom_sequences(1),
         page_tokens=capacity.page_tokens,
         max_context_tokens=most_tokens_ever(state, WorkloadClass.CHAT),
+    )
+
+
+def is_useless(capacity: Capacity, policy: Policy) -> str | None:
+    """Return why a policy would refuse every request of some class on this memory; None if it does not."""
+    state = State(policy)
+    state.capacity = capacity
+    for class_id in WorkloadClass:
+        longest = most_tokens_ever(state, class_id)
+        if longest < _SHORTEST:
+            return (
+                f"every {class_id.value} request would be refused: at most {longest} tokens would fit; "
+                f"{_limits(state, class_id)}"
+            )
+    return None
+
+
+def doubts(capacity: Capacity, policy: Policy) -> list[str]:
+    """Return what a policy probably does not mean on this memory, each with the figure that holds."""
+    state, found = State(policy), []
+    state.capacity = capacity
+    for class_id in WorkloadClass:
+        longest = most_tokens_ever(state, class_id)
+        if longest < min(_SHORT, capacity.max_context_tokens // 4):
+            found.append(
+                f"{class_id.value} requests of more than {longest} tokens are refused; "
+                f"{_limits(state, class_id)}"
+            )
+    if policy.voice_headroom_pages > state.headroom_pages(1):
+        found.append(
+            f"voice_headroom_pages is {policy.voice_headroom_pages} of {capacity.num_pages} pages: "
+            f"a quarter at most is kept free, so {state.headroom_pages(1)} are"
+        )
+    if policy.voice_headroom_sequences >= capacity.max_sequences:
+        found.append(
+            f"voice_headroom_sequences is {policy.voice_headroom_sequences} of {capacity.max_sequences}: "
+            f"{capacity.max_sequences - state.headroom_sequences(1)} other request runs at a time"
+        )
+    return found
+
+
+def _limits(state: State, class_id: WorkloadClass) -> str:
+    """Return what bounds the longest request of a class, with the keys that would change it."""
+    capacity, own = state.known_capacity, state.policy.classes[class_id].max_context_tokens
+    if own is not None and own <= most_tokens_ever(state, class_id):
+        return f"policy.classes.{class_id.value}.max_context_tokens is {own}"
+    return (
+        f"of {capacity.num_pages} pages of {capacity.page_tokens} tokens prefix_share keeps "
+        f"{state.prefix_allowance()} and voice_headroom_pages {state.headroom_pages(1)}"
     )
 
 

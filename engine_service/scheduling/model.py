@@ -219,6 +219,8 @@ class Policy:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, not {getattr(self, name)}")
+        if not self.prefill_cost and not self.decode_cost:
+            raise ValueError("prefill_cost and decode_cost must not both be 0: nobody would be charged")
         positive = (
             "voice_bucket", "voice_window_s", "due_budget", "due_window_s", "reserve_window_s",
             "output_slice_tokens", "max_prefilling", "max_prefilling_spoken", "min_chunk_tokens",

@@ -165,9 +165,13 @@ ANSWERS: Final[Mapping[str, Validator]] = {
     "Jobs": _message(jobs=list_of(_message(**_JOB_LINE))),
     "Pairing": _message(token=_TEXT, name=_TEXT, scopes=_SCOPES, engine_id=_TEXT),
     "Policy": _message(
-        scheduler=_TEXT, **_REVISION, policy=POLICY_TABLE, history=list_of(_message(**_REVISION))
+        scheduler=_TEXT,
+        **_REVISION,
+        policy=POLICY_TABLE,
+        history=list_of(_message(**_REVISION)),
+        notes=list_of(_TEXT),
     ),
-    "PolicyTrial": _message(policy=POLICY_TABLE),
+    "PolicyTrial": _message(policy=POLICY_TABLE, notes=list_of(_TEXT)),
     "Rehearsal": _message(
         scenario=_TEXT,
         title=_TEXT,

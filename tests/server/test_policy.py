@@ -52,6 +52,14 @@ async def test_patch_changes_what_holds_and_put_the_defaults(home: Household) ->
     assert (fresh["policy"]["max_skips"], fresh["policy"]["max_preemptions"]) == (Policy().max_skips, 2)
 
 
+async def test_what_a_policy_probably_does_not_mean_is_said(home: Household) -> None:
+    assert (await home.ask("GET", "/v1/policy")).json()["notes"] == []
+    change = {"policy": {"voice_headroom_pages": 9999}}
+    (tried,) = (await home.ask("POST", "/v1/policy/validate", change)).json()["notes"]
+    assert "voice_headroom_pages is 9999 of" in tried
+    assert (await changed(home, change["policy"]))["notes"] == [tried]
+
+
 async def test_a_trial_changes_nothing(home: Household) -> None:
     answer = await home.ask("POST", "/v1/policy/validate", {"policy": {"max_skips": 9}})
     assert answer.json()["policy"]["max_skips"] == 9
@@ -71,6 +79,8 @@ async def test_a_trial_changes_nothing(home: Household) -> None:
         ({"policy": {"paused_classes": ["chat"]}}, "policy", "agent, embedding and background, not chat"),
         ({"policy": {"paused_classes": ["vip"]}}, "policy.paused_classes[0]", "must be one of voice"),
         ({"policy": {"paused_classes": "background"}}, "policy.paused_classes", "must be a list"),
+        ({"policy": {"prefix_share": 0.9999}}, "policy", "every voice request would be refused"),
+        ({"policy": {"classes": {"voice": {"max_context_tokens": 1}}}}, "policy", "at most 1 tokens"),
         ({"policy": []}, "policy", "must be an object"),
         ({"fairness": "waiting"}, "fairness", "not a known field"),
     ],

@@ -94,6 +94,14 @@ async def test_a_prompt_that_leaves_no_room_is_told_how_many_tokens_would_fit(ho
     assert above.error["code"] == "prompt_too_long"
 
 
+async def test_the_longest_conversation_is_the_same_wherever_it_is_told(home: Household) -> None:
+    paths = ("/v1/engine", "/v1/capacity")
+    told = {(await home.ask("GET", path)).json()["max_context_tokens"] for path in paths}
+    answer = await home.chat("word " * 50_000)
+    assert told == {int(answer.error["message"].partition("at most ")[2].split()[0]) + 1}
+    assert "beside what is kept for speech and for pinned prefixes" in answer.error["message"]
+
+
 async def test_more_output_than_fits_is_cut_to_what_fits(home: Household) -> None:
     too_long = {
         "prompt": [7] * (home.engine.info.max_context_tokens - 1),

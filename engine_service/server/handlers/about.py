@@ -39,7 +39,7 @@ async def engine(request: web.Request) -> web.StreamResponse:
             "schema_version": identity["schema_version"],
             "backend": info.backend,
             "model": info.name,
-            "max_context_tokens": info.max_context_tokens,
+            "max_context_tokens": service.engine.memory()["max_context_tokens"],
             "max_sequences": service.engine.capacity.max_sequences,
             "can_embed": info.can_embed,
             "policy": service.engine.policy_name,

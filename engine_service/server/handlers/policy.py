@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from engine_service.engine import memory
+from engine_service.errors import InvalidRequest
 from engine_service.protocol import PolicyRequest, parse_policy_request, parse_rollback_request
 from engine_service.scheduling.model import Policy
 from engine_service.server.service import CALLER, SERVICE, Service, read_json, respond
@@ -29,7 +31,8 @@ async def validate(request: web.Request) -> web.StreamResponse:
     """POST /v1/policy/validate: what PATCH would make of it; changes nothing."""
     message = parse_policy_request(await read_json(request))
     current = request.app[SERVICE].policies.current.policy
-    return respond({"policy": policy_as_table(changed_policy(current, message.policy))})
+    policy = changed_policy(current, message.policy)
+    return respond({"policy": policy_as_table(policy), "notes": _notes(request.app[SERVICE], policy)})
 
 
 async def roll_back(request: web.Request) -> web.StreamResponse:
@@ -44,6 +47,7 @@ async def _changed(request: web.Request, base: Policy) -> web.StreamResponse:
     service = request.app[SERVICE]
     message: PolicyRequest = parse_policy_request(await read_json(request))
     policy = changed_policy(base, message.policy)
+    _notes(service, policy)
     await service.policies.replace(service.engine, policy, by=request[CALLER].name, note=message.note or "")
     return respond(_body(service))
 
@@ -54,4 +58,12 @@ def _body(service: Service) -> dict[str, object]:
         "scheduler": service.engine.policy_name,
         **current.as_wire(is_whole=True),
         "history": [entry.as_wire(is_whole=False) for entry in service.policies.history],
+        "notes": memory.doubts(service.engine.capacity, current.policy),
     }
+
+
+def _notes(service: Service, policy: Policy) -> list[str]:
+    """Return what the policy probably does not mean; raise InvalidRequest where it would serve nobody."""
+    if reason := memory.is_useless(service.engine.capacity, policy):
+        raise InvalidRequest(reason, param="policy")
+    return memory.doubts(service.engine.capacity, policy)
