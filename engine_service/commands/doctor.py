@@ -178,7 +178,7 @@ def _llama_cpp() -> Iterator[Finding]:
     try:
         library = open_library()
     except ModelError as error:
-        yield bad("library", str(error), "pip install 'fairhearth-engine[llama-cpp]'")
+        yield bad("library", str(error), "in its checkout: pip install '.[llama-cpp]'")
         return
     yield good("library", f"llama.cpp from {library.provider.package} {library.provider.version}")
     if not library.can_quantise():
@@ -189,7 +189,7 @@ def _llama_cpp() -> Iterator[Finding]:
         yield doubtful(
             "grammars",
             "llguidance is missing: no tools, no structured output",
-            "pip install 'fairhearth-engine[llama-cpp]'",
+            "in its checkout: pip install '.[llama-cpp]'",
         )
 
 
@@ -197,8 +197,8 @@ def _exllamav2(settings: Settings) -> Iterator[Finding]:
     for package, advice in (
         ("torch", "install a CUDA build of torch, as docs/backends.md says"),
         ("exllamav2", "pip install --no-deps exllamav2==0.3.2"),
-        ("safetensors", "pip install 'fairhearth-engine[exllamav2]'"),
-        ("tokenizers", "pip install 'fairhearth-engine[exllamav2]'"),
+        ("safetensors", "in its checkout: pip install '.[exllamav2]'"),
+        ("tokenizers", "in its checkout: pip install '.[exllamav2]'"),
     ):
         found = _version(package)
         yield (
