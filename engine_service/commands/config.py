@@ -111,26 +111,26 @@ def template() -> str:
         elif table == _RESIDENTS:
             lines += [
                 "",
-                "# One such table for everybody who lives here; `guest` and `house` always exist.",
-                "# [residents.alice]",
+                "# Everybody who lives here, by an id (here: alice); `guest` and `house` always exist.",
+                "[residents]",
             ]
-            lines += _described(rows)
+            lines += _described(rows, prefix="alice.")
         else:
             lines += ["", f"[{table}]", *_described(rows)]
     return "\n".join(lines) + "\n"
 
 
-def _described(rows: list[Key], index: int = 0) -> Iterator[str]:
+def _described(rows: list[Key], index: int = 0, prefix: str = "") -> Iterator[str]:
     for key in rows:
         text = key.meaning.replace("`", "").replace("\\|", "|")
         yield from textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
-        yield from _bare([key], index)
+        yield from _bare([key], index, prefix)
 
 
-def _bare(rows: list[Key], index: int) -> Iterator[str]:
+def _bare(rows: list[Key], index: int, prefix: str = "") -> Iterator[str]:
     for key in rows:
         value = key.value(index)
-        yield f"#{key.name} = {value}" if value else f"# {key.name}: no default"
+        yield f"#{prefix}{key.name} = {value}" if value else f"# {key.name}: no default"
 
 
 def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -152,6 +152,8 @@ def run_init(parsed: argparse.Namespace) -> int:
     if str(path) == "-":
         print(template(), end="")
         return EXIT_OK
+    if path.is_dir():
+        return fail(f"{path} is a folder; say what the file is to be called, for example {path / FILE_NAME}")
     try:
         # Tokens may be written into it: nobody else needs to read them.
         flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if parsed.force else os.O_EXCL)

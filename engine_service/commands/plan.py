@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rich.text import Text
+
 from engine_service.backends.base import ModelError
 from engine_service.backends.llama_cpp.provision import default_model_path
 from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, fail, print_json, size, table
@@ -198,6 +200,9 @@ def _show(plan: Plan) -> None:
 
 def run_models(parsed: argparse.Namespace, settings: Settings) -> int:
     """Run `fairhearth models`."""
+    for folder in parsed.folders:
+        if not folder.is_dir():
+            return fail(f"{folder}: there is no such folder; give folders in which models lie")
     memory = int(parsed.vram * GIB) if parsed.vram else available_bytes()
     entries = [_entry(path, settings, memory) for path in _paths(parsed.folders, settings)]
     if parsed.json:
@@ -208,9 +213,12 @@ def run_models(parsed: argparse.Namespace, settings: Settings) -> int:
         out.print("No model was found; give folders to look in, or the key model.path in the settings.")
         return EXIT_BAD
     rows = [_row(entry) for entry in entries]
-    headers = ("", "model", "weights", f"cache / {_SEVERAL:,}", "trained for", "room for")
+    headers = ("", "model", "weights", f"cache / {_SEVERAL:,}", "longest conversation", "room in all")
     out.print(table(headers, rows, left=2))
     known = "" if memory is None else f", measured against {size(memory)}"
+    for folder in parsed.folders:
+        if not any(_models_in(folder)):
+            out.print(Text(f"\nNo model lies in {folder}: no *.gguf file, no folder with a config.json."))
     out.print(f"\n* is the one that `fairhearth serve` loads{known}.", highlight=False)
     return EXIT_OK
 
@@ -274,10 +282,14 @@ def _candidates(folders: list[Path], settings: Settings) -> Iterator[Path]:
     with contextlib.suppress(ModelError):  # it is an extra; nobody has to have it
         yield default_model_path()
     for folder in folders:
-        yield from sorted(folder.glob("*.gguf"))
-        yield from sorted(config.parent for config in folder.glob("*/config.json"))
-        if (folder / "config.json").is_file():
-            yield folder
+        yield from _models_in(folder)
+
+
+def _models_in(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.glob("*.gguf"))
+    yield from sorted(config.parent for config in folder.glob("*/config.json"))
+    if (folder / "config.json").is_file():
+        yield folder
 
 
 def available_bytes() -> int | None:

@@ -33,7 +33,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 
     """Return a table without lines; the first columns are text, the others numbers."""
     made = Table(box=None, header_style="bold", pad_edge=False)
     for index, header in enumerate(headers):
-        made.add_column(header, justify="left" if index < left else "right")
+        made.add_column(header, justify="left" if index < left else "right", overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

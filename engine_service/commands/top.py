@@ -19,7 +19,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from yarl import URL
 
+from engine_service.checks import shown
 from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, fail, table
 from engine_service.server.tls import own_client_context
 from engine_service.settings import Settings
@@ -44,6 +46,8 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
 def run_top(parsed: argparse.Namespace, settings: Settings) -> int:
     """Run `fairhearth top`."""
     url = (parsed.url or _url(settings)).rstrip("/")
+    if not _is_address(url):
+        return fail(f"--url must be an address like http://192.168.1.5:8321, not {shown(parsed.url)}")
     token = _token(settings)
     trusted = None if parsed.url else own_client_context(settings.server)
     try:
@@ -58,6 +62,14 @@ def run_top(parsed: argparse.Namespace, settings: Settings) -> int:
             EXIT_BAD,
         )
     return EXIT_OK
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parsed = URL(url)
+    except ValueError:
+        return False
+    return parsed.scheme in ("http", "https") and bool(parsed.host) and parsed.path in ("", "/")
 
 
 def _url(settings: Settings) -> str:
@@ -160,7 +172,7 @@ def _residents(snapshot: Mapping[str, Any]) -> Table:
         ]
         for report in snapshot["residents"].values()
     ]
-    made = table(("resident", "served", "waits", "tokens", "left today", "share (| is the fair one)"), ())
+    made = table(("resident", "runs now", "waits", "tokens", "left today", "share (| is the fair one)"), ())
     for row in rows:
         made.add_row(*row)
     return made
@@ -168,7 +180,7 @@ def _residents(snapshot: Mapping[str, Any]) -> Table:
 
 def _classes(snapshot: Mapping[str, Any]) -> Table:
     made = table(
-        ("class", "served", "waits", "first word", "19 of 20 within", "between words", "done within"), ()
+        ("class", "runs now", "waits", "first word", "19 of 20 within", "between words", "done within"), ()
     )
     for name, report in snapshot["classes"].items():
         first = report["time_to_first_token_s"]

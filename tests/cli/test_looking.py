@@ -294,7 +294,7 @@ async def test_config_init_writes_a_file_that_changes_nothing_and_replaces_none(
 
 
 def uncommented() -> str:
-    return re.sub(r"^#(?=\w+ = |\[)|^# (?=\[)", "", template(), flags=re.MULTILINE)
+    return re.sub(r"^#(?=[\w.]+ = )", "", template(), flags=re.MULTILINE)
 
 
 def test_everything_the_settings_file_suggests_can_be_set(tmp_path: Path) -> None:
@@ -305,6 +305,39 @@ def test_everything_the_settings_file_suggests_can_be_set(tmp_path: Path) -> Non
     assert settings.residents[0].name == "Alice"
     assert len(settings.server.tokens) == 2
     assert ": no default" not in template(), "every key has a default or an example"
+
+
+def test_a_key_alone_that_is_uncommented_lands_where_it_belongs(tmp_path: Path) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text(re.sub(r"^#(?=[\w.]+weight = )", "", template(), flags=re.MULTILINE), encoding="utf-8")
+    assert [entry.resident_id for entry in load(path, environment={}).residents] == [
+        "alice",
+        "guest",
+        "house",
+    ]
+
+
+async def test_a_settings_file_needs_a_name(tmp_path: Path) -> None:
+    for given in ("", "."):
+        code, out, err = await run(tmp_path, "config", "init", given)
+        assert (code, out) == (2, "")
+        assert ". is a folder; say what the file is to be called, for example fairhearth.toml" in err
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://there", "http://", "http://[::1", "http://a:99999"])
+async def test_an_address_that_is_none_is_refused_in_one_line(tmp_path: Path, url: str) -> None:
+    code, out, err = await run(tmp_path, "top", "--once", "--url", url)
+    assert (code, out) == (2, "")
+    assert err == f"fairhearth: --url must be an address like http://192.168.1.5:8321, not {url!r}\n"
+
+
+async def test_a_folder_without_models_is_named(tmp_path: Path) -> None:
+    code, out, err = await run(tmp_path, "models", "/nope")
+    assert (code, out) == (2, "")
+    assert "/nope: there is no such folder" in err
+    code, out, _ = await run(tmp_path, "models", str(tmp_path))
+    assert code == 0
+    assert f"No model lies in {tmp_path}" in " ".join(out.split())
 
 
 def test_every_key_of_the_settings_is_explained() -> None:
