@@ -30,6 +30,8 @@ EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
+_PIPED_WIDTH: Final = 120  #: columns where nobody looks at a terminal
+
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `simulate` and `replay`; each sets `run`: parsed arguments in, exit status out."""
@@ -183,6 +185,8 @@ def _with_progress(arguments: argparse.Namespace, machine: DeviceProfile | None)
 
 def _finish(arguments: argparse.Namespace, outcome: Outcome) -> int:
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_PIPED_WIDTH)
     try:
         if arguments.json is not None:
             _write(arguments.json, report.as_json(outcome).encode())
@@ -192,7 +196,9 @@ def _finish(arguments: argparse.Namespace, outcome: Outcome) -> int:
             _write(arguments.plot, plot.as_png(outcome))
     except OSError as error:
         return _fail(f"{error.filename}: cannot be written: {error.strerror}")
-    if arguments.quiet:
+    if arguments.quiet and not outcome.verdicts:
+        console.print("done; there were no criteria to judge by (the figures: --json, --report)")
+    elif arguments.quiet:
         for part in report.criteria_table(outcome.verdicts)[-1:]:
             console.print(part)
     else:

@@ -17,6 +17,8 @@ from engine_service.simulator.suite import Outcome, Verdict, median, without_tim
 from engine_service.simulator.summary import GroupSummary, RunSummary
 
 SCHEMA: Final = 1
+_NARROW: Final = 100  #: columns below which not all figures find room
+_NARROW_COLUMNS: Final = 8  #: those that are shown then
 _WIDE: Final = 170  #: columns of a terminal that has room for three quantiles
 
 
@@ -67,7 +69,7 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     console.print(f"{outcome.profile.name}, {scenario.duration_s:g} s, {seeds}; medians over the seeds\n")
     for choice in outcome.choices:
         runs = outcome.runs[choice.name]
-        console.print(_cells(choice.name, choice.summary, runs, is_wide=console.width >= _WIDE))
+        console.print(_cells(choice.name, choice.summary, runs, width=console.width))
     console.print(_comparison(outcome))
     console.print(_shares(outcome))
     if outcome.verdicts:
@@ -89,7 +91,8 @@ def _table(title: str, *columns: str, caption: str | None = None) -> Table:
     return table
 
 
-def _cells(name: str, summary: str, runs: Sequence[RunSummary], *, is_wide: bool) -> Table:
+def _cells(name: str, summary: str, runs: Sequence[RunSummary], *, width: int) -> Table:
+    is_wide, is_narrow = width >= _WIDE, width < _NARROW
     if is_wide:
         times = [f"{what} p50  p95  p99" for what in ("queue", "first token", "between tokens", "completion")]
         heads, caption = (
@@ -113,11 +116,14 @@ def _cells(name: str, summary: str, runs: Sequence[RunSummary], *, is_wide: bool
             "queue, first token, gap between tokens, end: 95 of 100 stay below; moved: preempted; again: "
             f"tokens computed twice. More in a terminal of {_WIDE} columns, with --json and with --report."
         )
+    if is_narrow:  # a figure that has lost its unit is worse than one that is not shown
+        heads = heads[:_NARROW_COLUMNS]
+        caption = f"queue, first, gap, end: 95 of 100 stay below. More in a terminal of {_NARROW} columns."
     table = _table(f"{name}: {summary}", *heads, caption=caption)
-    for column in table.columns:
+    for column in table.columns[1 if is_narrow else 0 :]:
         column.no_wrap = True
     for row in cell_rows(runs, ("p50", "p95", "p99") if is_wide else ("p95",)):
-        table.add_row(*row)
+        table.add_row(*row[: len(heads)])
     return table
 
 

@@ -105,6 +105,8 @@ _NAME: Final = text(at_least=1, at_most=64)
 _SECONDS: Final = number(0)
 _POSITIVE: Final = number(above=0)
 _FRACTION: Final = number(0, 1)
+_MOST_PER_S: Final = 1000  #: requests a second; a household has a few a minute
+_LONGEST_S: Final = 31 * 86_400
 _PAIR: Final = list_of(whole_number(1), at_least=2, at_most=2)
 
 _LENGTH_KEYS: Final = table(
@@ -119,8 +121,8 @@ _LENGTH_KEYS: Final = table(
 _ARRIVALS_KEYS: Final = table(
     {
         vol.Required("pattern"): member(Pattern),
-        vol.Optional("rate"): _POSITIVE,
-        vol.Optional("rate_end"): _SECONDS,
+        vol.Optional("rate"): number(above=0, maximum=_MOST_PER_S),
+        vol.Optional("rate_end"): number(0, _MOST_PER_S),
         vol.Optional("swing"): _FRACTION,
         vol.Optional("period_s"): _POSITIVE,
         vol.Optional("calls"): _PAIR,
@@ -201,7 +203,7 @@ def _arrivals(value: Any) -> Arrivals:
 
 _RESIDENT: Final = table(
     {
-        vol.Optional("weight"): whole_number(1, 1000),
+        vol.Optional("weight"): whole_number(1, 1_000_000),
         vol.Optional("daily_tokens"): whole_number(1),
         vol.Optional("daily_is_hard"): boolean,
         vol.Optional("rolling_tokens"): whole_number(1),
@@ -273,7 +275,7 @@ _FILE: Final = table(
     {
         vol.Required("title"): text(at_least=1, at_most=100),
         vol.Optional("description"): text(),
-        vol.Required("duration_s"): _POSITIVE,
+        vol.Required("duration_s"): number(above=0, maximum=_LONGEST_S),
         vol.Optional("drain_s"): _SECONDS,
         vol.Required("profile"): vol.In(PROFILES, msg=f"must be one of {', '.join(PROFILES)}"),
         vol.Optional("device"): _DEVICE,

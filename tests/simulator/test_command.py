@@ -234,3 +234,31 @@ def test_another_machine_gives_other_times(command: Command, two: Path, tmp_path
         run = json.loads(target.read_text())["policies"]["default"][0]
         waits[machine] = run["groups"]["voice"]["ttft"]["p95"]
     assert waits["h200"] < waits["rtx4090-8b"] / 2
+
+
+def test_a_narrow_terminal_keeps_the_units(
+    command: Command, two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = command("simulate", two, "--seeds", 1)
+    assert status == 0
+    row = next(line for line in out.splitlines() if "voice/anna" in line)
+    assert len(re.findall(r"[\d.]+\u00a0m?s\b", row)) == 4, row
+    assert "\u2026" not in row
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (r"rate = [\d.]+", "rate = 1e9", "rate must be a number > 0 and <= 1000, not 1000000000.0"),
+        (r"duration_s = [\d.]+", "duration_s = 1e12", "duration_s must be a number > 0 and <= 2678400"),
+    ],
+)
+def test_a_scenario_without_end_is_refused(
+    command: Command, tmp_path: Path, before: str, after: str, words: str
+) -> None:
+    path = tmp_path / "endless.toml"
+    path.write_text(re.sub(before, after, TWO, count=1))
+    status, out, err = command("simulate", path)
+    assert (status, out) == (2, "")
+    assert words in err
