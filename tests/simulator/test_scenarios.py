@@ -83,7 +83,10 @@ def changed(before: str, after: str) -> str:
             changed("duration_s = 20", "duration = 20"),
             "duration is not a known key; did you mean 'duration_s'",
         ),
-        (changed("duration_s = 20", "duration_s = -1"), "duration_s must be a number > 0, not -1"),
+        (
+            changed("duration_s = 20", "duration_s = -1"),
+            "duration_s must be a number > 0 and <= 2678400, not -1",
+        ),
         (changed('profile = "rtx4090-8b"', 'profile = "abacus"'), "profile must be one of rtx4090-8b"),
         (changed('class = "voice"', 'class = "void"'), r"stream\[0\]\.class must be one of voice"),
         (
