@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
+from engine_service.errors import SettingsError
 from engine_service.scheduling import decisions as decision_types, events as event_types, model
 from engine_service.scheduling.decisions import Decision
 from engine_service.scheduling.events import Event
@@ -84,7 +87,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20, num_kept: int = 3) -> None:
-        """Open path for appending; raises OSError if that cannot be.
+        """Open path for appending; raise SettingsError if that cannot be, or another engine writes there.
 
         A file is full at max_bytes (> 0); num_kept (>= 1) full ones are kept beside the one being written.
         """
@@ -94,8 +97,14 @@ class EventLog:
         self._max_bytes = max_bytes
         self._num_kept = num_kept
         self._standing: dict[type[Event], str] = {}
-        self._file: TextIO | None = path.open("a", encoding="utf-8")
-        self._num_bytes = path.stat().st_size
+        try:
+            self._file: TextIO | None = _opened(path, "a")
+            self._num_bytes = path.stat().st_size
+            self._end_cut_line(self._file)
+        except BlockingIOError:
+            raise SettingsError(f"{path}: another engine writes its event log there") from None
+        except OSError as error:
+            raise SettingsError(f"{path}: the event log cannot be written: {error.strerror}") from None
 
     def write(self, event: Event, decisions: list[Decision], *, now: float) -> None:
         """Note one turn of the core."""
@@ -116,6 +125,14 @@ class EventLog:
             again = {"now": now, "event": turn["event"], "decisions": [], "again": True}
             self._standing[type(event)] = json.dumps(again, separators=(",", ":"))
 
+    def _end_cut_line(self, file: TextIO) -> None:
+        """Begin a new line where the last one was cut by the end of its engine."""
+        if self._num_bytes:
+            with self._path.open("rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read(1) != b"\n":
+                    self._append(file, "")
+
     def _append(self, file: TextIO, line: str) -> None:
         file.write(line + "\n")
         self._num_bytes += len(line) + 1  # all of it is ASCII
@@ -127,7 +144,7 @@ class EventLog:
             if older.exists():
                 older.replace(_rotated(self._path, age + 1))
         self._path.replace(_rotated(self._path, 1))
-        fresh = self._path.open("w", encoding="utf-8")
+        fresh = _opened(self._path, "w")
         self._num_bytes = 0
         for kind in _STANDING:
             if kind in self._standing:
@@ -138,6 +155,17 @@ class EventLog:
         """Write what is buffered and close."""
         if self._file is not None:
             self._file.close()
+
+
+def _opened(path: Path, mode: str) -> TextIO:
+    """Open a file of the log and keep other engines from writing there, too; raise OSError."""
+    file = cast(TextIO, path.open(mode, encoding="utf-8"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def _rotated(path: Path, age: int) -> Path:
@@ -154,14 +182,49 @@ def files(path: Path) -> list[Path]:
     return [*reversed(full), path]
 
 
-def read(path: Path) -> Iterator[tuple[float, Event, list[Decision]]]:
+class BrokenLog(ValueError):
+    """A line that is none of an event log; the message says which and why."""
+
+
+Turn = tuple[float, Event, list[Decision]]
+
+
+def read(path: Path) -> Iterator[Turn]:
     """Yield (now, event, decisions) of every turn that is kept, over all files of a rotated log.
 
-    Where its beginning is kept no longer, it starts with what held then: policy, residents, capacity, day.
+    Where its beginning is kept no longer, it starts with what held then: policy, residents, capacity, day. A
+    line that was cut by the end of its engine is left out. Raises OSError, BrokenLog.
     """
     for i, part in enumerate(files(path)):
         with part.open(encoding="utf-8") as file:
-            for line in file:
-                turn = json.loads(line)
-                if i == 0 or "again" not in turn:
-                    yield turn["now"], decode(turn["event"]), [decode(d) for d in turn["decisions"]]
+            for turn, is_again in _turns(file, part):
+                if i == 0 or not is_again:
+                    yield turn
+
+
+def _broken(number: int, error: Exception) -> BrokenLog:
+    if isinstance(error, json.JSONDecodeError):  # which knows of one line only
+        return BrokenLog(f"line {number}, column {error.colno}: {error.msg}")
+    return BrokenLog(f"line {number}: {type(error).__name__}: {error}")
+
+
+def _turns(file: TextIO, path: Path) -> Iterator[tuple[Turn, bool]]:
+    """Yield the turns of one file and whether each only says again what held at its beginning."""
+    broken: BrokenLog | None = None
+    num_whole = 0
+    for number, line in enumerate(file, start=1):
+        try:
+            raw = json.loads(line)
+            turn = float(raw["now"]), decode(raw["event"]), [decode(d) for d in raw["decisions"]]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if broken is not None or not num_whole:
+                raise _broken(number, error) from None
+            broken = _broken(number, error)
+            continue
+        # An engine begins by telling the policy; what was cut before is the end of another one's log.
+        if broken is not None and not isinstance(turn[1], event_types.PolicyChanged):
+            raise broken
+        broken, num_whole = None, num_whole + 1
+        yield turn, "again" in raw
+    if broken is not None:
+        _LOGGER.warning("%s: %s: the last line was cut and is left out", path, broken)

@@ -11,15 +11,13 @@ the backend are left out.
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from engine_service.engine import eventlog
-from engine_service.scheduling.decisions import Decision
 from engine_service.scheduling.events import (
     Arrived,
     Cancelled,
@@ -41,7 +39,7 @@ from engine_service.simulator.workload import Faults, RecordedOrder, WallDay
 _GUESSED_OUTPUT: Final = 64  #: where no request of the class was ever answered
 _DRAIN_S: Final = 600.0
 
-Turn = tuple[float, Event, list[Decision]]
+Turn = eventlog.Turn
 
 
 class RecordingError(ValueError):
@@ -69,7 +67,9 @@ class Recording:
     residents: tuple[Resident, ...] = ()
     policy: Policy = field(default_factory=Policy)
     capacity: Capacity | None = None
-    seen: dict[RequestId, _Seen] = field(default_factory=dict)
+    seen: list[_Seen] = field(default_factory=list)  #: as they arrived
+    latest: dict[RequestId, _Seen] = field(default_factory=dict)
+    """Who has an id now: every start of the engine counts its requests anew."""
     days: list[WallDay] = field(default_factory=list)
 
     @property
@@ -86,19 +86,33 @@ class Recording:
 def read(path: Path) -> Recording:
     """Return what an event log says; raise RecordingError for what is none."""
     try:
-        turns = list(eventlog.read(path))
+        turns = _on_one_clock(eventlog.read(path))
     except OSError as error:
         raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise RecordingError(
-            f"{path}: is not an event log as --event-log writes it: {type(error).__name__}: {error}"
-        ) from None
+    except ValueError as error:
+        raise RecordingError(f"{path}: is not an event log as --event-log writes it: {error}") from None
     recording = Recording(turns=turns)
     for now, event, _ in turns:
         _note(recording, now - recording.started_at, event)
     if recording.capacity is None or not recording.seen:
         raise RecordingError(f"{path}: holds no requests; was the engine used while it was recorded?")
     return recording
+
+
+def _on_one_clock(turns: Iterable[Turn]) -> list[Turn]:
+    """Return the turns on one clock: the engine's begins anew when the machine does.
+
+    An engine begins by telling the policy. What a rotated log says again keeps its old times.
+    """
+    result: list[Turn] = []
+    ahead = 0.0
+    for now, event, decided in turns:
+        if result and isinstance(event, PolicyChanged) and now + ahead < result[-1][0]:
+            ahead = result[-1][0] - now
+        if ahead and isinstance(event, DayStarted):
+            event = replace(event, ends_at=event.ends_at + ahead)
+        result.append((now + ahead, event, decided))
+    return result
 
 
 def _note(recording: Recording, at_s: float, event: Event) -> None:
@@ -112,9 +126,14 @@ def _note(recording: Recording, at_s: float, event: Event) -> None:
         case CapacityChanged(capacity=capacity):
             recording.capacity = capacity
         case Arrived(request=request):
-            recording.seen.setdefault(request.request_id, _Seen(request=request, at_s=at_s))
+            known_as = request.request_id
+            if known_as in recording.latest:
+                fresh_id = RequestId(f"{known_as}+{len(recording.seen)}")
+                request = replace(request, request_id=fresh_id)
+            recording.seen.append(_Seen(request=request, at_s=at_s))
+            recording.latest[known_as] = recording.seen[-1]
         case Cancelled(request_id=request_id):
-            seen = recording.seen.get(request_id)
+            seen = recording.latest.get(request_id)
             if seen is not None and not seen.is_whole and seen.cancelled_at_s is None:
                 seen.cancelled_at_s = at_s
         case DayStarted(day=day, ends_at=ends_at):
@@ -128,7 +147,7 @@ def _note(recording: Recording, at_s: float, event: Event) -> None:
 
 def _note_results(recording: Recording, event: IterationDone) -> None:
     for result in event.results:
-        seen = recording.seen.get(result.request_id)
+        seen = recording.latest.get(result.request_id)
         if seen is None:
             continue
         if seen.is_new:
@@ -141,12 +160,12 @@ def _note_results(recording: Recording, event: IterationDone) -> None:
 def orders_of(recording: Recording) -> tuple[RecordedOrder, ...]:
     """Return the requests as a workload."""
     usual = _usual_outputs(recording)
-    return tuple(_order(seen, usual) for seen in recording.seen.values())
+    return tuple(_order(seen, usual) for seen in recording.seen)
 
 
 def _usual_outputs(recording: Recording) -> dict[WorkloadClass, int]:
     by_class: dict[WorkloadClass, list[int]] = {}
-    for seen in recording.seen.values():
+    for seen in recording.seen:
         if seen.is_whole and seen.output:
             by_class.setdefault(seen.request.class_id, []).append(seen.output)
     return {class_id: round(statistics.median(outputs)) for class_id, outputs in by_class.items()}

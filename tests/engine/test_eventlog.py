@@ -131,5 +131,5 @@ async def test_a_day_of_the_real_engine_is_a_machine_and_can_be_lived_again(
     for runs in outcome.runs.values():
         assert runs[0].groups["voice"].finished == runs[0].groups["chat"].finished == 2
         assert runs[0].groups["background"].finished == 1
-        (document,) = [s for s in read(path).seen.values() if s.request.resident_id == "bob"]
+        (document,) = [s for s in read(path).seen if s.request.resident_id == "bob"]
         assert runs[0].groups["bob"].tokens == document.request.prompt_tokens - document.cached + 24

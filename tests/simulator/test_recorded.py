@@ -11,7 +11,7 @@ import pytest
 from engine_service.backends.cost_model import CPU_SMOLLM2, CostModel
 from engine_service.cli import main
 from engine_service.engine.eventlog import EventLog
-from engine_service.scheduling.events import Arrived, Cancelled, IterationDone
+from engine_service.scheduling.events import Arrived, Cancelled, IterationDone, PolicyChanged
 from engine_service.simulator import fit, recorded
 from engine_service.simulator.fit import FitError
 from engine_service.simulator.policies import choose
@@ -33,8 +33,9 @@ def lived(faults: str = "", machine: str = "cpu-smollm2") -> Run:
 
 
 def written(run: Run, path: Path) -> Path:
-    """Write a day as the engine does."""
+    """Write a day as the engine does, after what is there."""
     log = EventLog(path)
+    log.write(PolicyChanged(policy=parsed(DAY).policy), [], now=1000.0)
     for now, event, decisions in run.turns:
         log.write(event, decisions, now=now + 1000.0)  # the engine's clock starts anywhere
     log.close()
@@ -122,16 +123,51 @@ def test_what_the_log_found_in_a_cache_is_left_out(tmp_path: Path) -> None:
     first["cached_tokens"] = 50
     path.write_text("\n".join(json.dumps(turn) for turn in turns) + "\n")
     recording = recorded.read(path)
-    asked = recording.seen[first["request_id"]].request.prompt_tokens
+    asked = recording.latest[first["request_id"]].request.prompt_tokens
     order = next(o for o in recorded.orders_of(recording) if o.request.request_id == first["request_id"])
     assert order.request.prompt_tokens == asked - 50
 
 
-def test_a_torn_line_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
-    path = written(lived(), tmp_path / "day.jsonl")
+def test_a_last_line_that_was_cut_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    day = lived()
+    path = written(day, tmp_path / "day.jsonl")
     path.write_text(path.read_text()[:-30])
-    with pytest.raises(RecordingError, match=r"day\.jsonl: is not an event log"):
+    assert len(recorded.read(path).turns) == len(day.turns)
+    assert f"line {len(day.turns) + 1}, column" in caplog.text
+    assert "the last line was cut and is left out" in caplog.text
+
+
+def test_an_engine_that_starts_again_goes_on_after_a_cut_line(tmp_path: Path) -> None:
+    day = lived()
+    path = written(day, tmp_path / "day.jsonl")
+    path.write_text(path.read_text()[:-30])
+    written(day, path)
+    assert len(recorded.read(path).turns) == 2 * len(day.turns) + 1
+
+
+def test_a_torn_line_amid_the_others_is_refused_with_file_and_line(tmp_path: Path) -> None:
+    path = written(lived(), tmp_path / "day.jsonl")
+    lines = path.read_text().splitlines()
+    lines[4] = lines[4][:-30]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RecordingError, match=r"day\.jsonl: is not an event log .*: line 5, column"):
         recorded.read(path)
+
+
+def test_every_request_of_a_log_over_two_starts_is_lived_again(tmp_path: Path) -> None:
+    day = lived()
+    path = written(day, tmp_path / "day.jsonl")
+    once = len(recorded.orders_of(recorded.read(path)))
+    written(day, path)  # the ids and the clock begin anew
+    recording = recorded.read(path)
+    orders = recorded.orders_of(recording)
+    assert len(orders) == len({o.request.request_id for o in orders}) == 2 * once
+    times = [now for now, _, _ in recording.turns]
+    assert times == sorted(times)
+    run = recorded.replay_recording(path, ["default"], profile=None).runs["default"][0]
+    assert sum(group.requests for name, group in run.groups.items() if name in ("anna", "ben")) == 2 * once
 
 
 def test_replay_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
