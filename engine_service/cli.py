@@ -23,6 +23,7 @@ from typing import Final
 from engine_service import __version__
 from engine_service.backends.base import Backend, BackendError, ModelError
 from engine_service.commands import config, doctor, plan, policy, top
+from engine_service.engine.eventlog import EventLog
 from engine_service.engine.ledger import Ledger
 from engine_service.engine.loop import Engine
 from engine_service.errors import SettingsError
@@ -47,6 +48,7 @@ from engine_service.settings import (
     Settings,
     TokenSetting,
     load,
+    source_of,
 )
 from engine_service.simulator.command import add_commands
 from engine_service.state import StateFolder
@@ -71,16 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(parsed, "run"):  # it serves nobody and needs no settings
             status: int = parsed.run(parsed)
             return status
-        settings = load(parsed.config, _overrides(parsed))
+        source = source_of(parsed.config)  # a file that vanishes later is a mistake, not the defaults
+        settings = load(source, _overrides(parsed))
         if hasattr(parsed, "run_with_settings"):
             status = parsed.run_with_settings(parsed, settings)
             return status
+        if parsed.command == "serve":
+            return _serve(settings, lambda: load(source, _overrides(parsed)))
         state = StateFolder(settings.paths.state_dir)
         if parsed.command == "pair":
             return run_pair(state.path)
-        if parsed.command == "token":
-            return run_token(parsed, state.path) if parsed.action else _show_token(settings, state)
-        return _serve(settings, state, lambda: load(parsed.config, _overrides(parsed)))
+        return run_token(parsed, state.path) if parsed.action else _show_token(settings, state)
     except SettingsError as error:
         return _fail(EXIT_SETTINGS, error.message)
     except _AddressError as error:
@@ -187,29 +190,38 @@ def _show_token(settings: Settings, state: StateFolder) -> int:
 # --- fairhearth serve ---
 
 
-def _serve(settings: Settings, state: StateFolder, load_again: Callable[[], Settings]) -> int:
+def _serve(settings: Settings, load_again: Callable[[], Settings]) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that could be told anew
     set_up_logging(settings.log)
-    kept = state.residents()
-    tokens = _tokens(settings, state)
-    tls = server_context(settings.server)
-    bound = _bound(settings)
-    try:
-        backend = _opened(settings)
-        engine = _engine(settings, merged(settings.residents, kept), backend, state)
-        has_failed = asyncio.run(_run(engine, settings, state, tokens, kept, bound, tls, load_again))
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        # Another engine bound the same port while both loaded their models, and listened first.
-        raise _AddressError(
-            f"cannot listen on {url_of(bound, settings.server.scheme)}: {error.strerror}"
-        ) from None
-    finally:
-        bound.close()
+    with _bound(settings) as bound:  # before anything is made or printed that would be of no use
+        state = StateFolder(settings.paths.state_dir)
+        try:
+            with state.held(url_of(bound, settings.server.scheme)):
+                has_failed = _serve_from(state, bound, settings, load_again)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # Another engine bound the same port while both loaded their models, and listened first.
+            raise _AddressError(
+                f"cannot listen on {url_of(bound, settings.server.scheme)}: {error.strerror}"
+            ) from None
     if has_failed:
         return _fail(EXIT_LOST, "the engine lost its model and could not load it again; its log says why")
     return EXIT_OK
+
+
+def _serve_from(
+    state: StateFolder, bound: socket.socket, settings: Settings, load_again: Callable[[], Settings]
+) -> bool:
+    """Load the model and serve from a state folder that no other engine uses; return whether it failed."""
+    kept = state.residents()
+    tls = server_context(settings.server)
+    if settings.event_log is not None:
+        EventLog(settings.event_log).close()  # says what is wrong with it before the model is loaded
+    tokens = _tokens(settings, state)
+    backend = _opened(settings)
+    engine = _engine(settings, merged(settings.residents, kept), backend, state)
+    return asyncio.run(_run(engine, settings, state, tokens, kept, bound, tls, load_again))
 
 
 def _tokens(settings: Settings, state: StateFolder) -> tuple[TokenSetting, ...]:
@@ -226,7 +238,9 @@ def _bound(settings: Settings) -> socket.socket:
     try:
         return bind(host, port)
     except OSError as error:
-        raise _AddressError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+        who = doctor.who_serves(settings) if error.errno == errno.EADDRINUSE else None
+        reason = f"{error.strerror or error}{f' by {who}' if who else ''}"
+        raise _AddressError(f"cannot listen on {host} port {port}: {reason}") from None
 
 
 def _progress(sentence: str) -> None:
@@ -320,7 +334,10 @@ async def _run(
     signals = listen()
     service = build_service(engine, settings, state=state, tokens=tokens, kept=kept)
     if not settings.server.tokens and not service.tokens.all():
-        _progress(f"pairing code: {service.pairing.open()} (ten minutes, one use; later: fairhearth pair)")
+        code = service.pairing.open_or_kept()
+        _progress(
+            f"pairing code: {code} (ten minutes from when it was made, one use; later: fairhearth pair)"
+        )
     server = settings.server
 
     def load_all_again() -> Settings:

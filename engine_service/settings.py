@@ -441,7 +441,7 @@ def load(
     the defaults hold. environment defaults to the process's own.
     """
     environment = os.environ if environment is None else environment
-    source = _source(path, environment)
+    source = source_of(path, environment)
     raw = _checked(_FILE, _read(source), str(source)) if source else {}
     try:
         settings = _settings(raw, base=source.parent if source else Path())
@@ -454,7 +454,9 @@ class _BadTable(Exception):
     """A table whose keys are right one by one and wrong together; says which."""
 
 
-def _source(path: Path | None, environment: Mapping[str, str]) -> Path | None:
+def source_of(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Path | None:
+    """Return the file that `load` reads with the same arguments; None if it is none."""
+    environment = os.environ if environment is None else environment
     if path is not None:
         return path
     if environment.get(CONFIG_VARIABLE):

@@ -8,6 +8,7 @@
     jobs.sqlite3     the durable jobs (engine_service/jobs)
     pairing.json     the pairing code that is open (engine_service/identity)
     residents.json   residents set through the API, in the wire's own form
+    engine.lock      held by the engine that serves from this folder; says which
 
 Decides nothing. Every file is replaced as a whole, so that a power cut leaves the old one or the new one.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 import tempfile
@@ -26,6 +28,8 @@ from pathlib import Path
 from engine_service.errors import InvalidRequest, SettingsError
 from engine_service.protocol import ResidentRequest, parse_json, parse_resident_id, parse_resident_request
 from engine_service.settings import NamedResident, named
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class StateFolder:
@@ -42,13 +46,54 @@ class StateFolder:
         except OSError as error:
             raise SettingsError(f"{path}: the state folder cannot be made: {error.strerror}") from None
 
+    @contextlib.contextmanager
+    def held(self, url: str) -> Iterator[None]:
+        """Keep every other engine out of the folder; url says where this one serves.
+
+        Raises SettingsError where another holds it already, naming that one, or where nothing can be written.
+        The lock ends with the process, however that ends.
+        """
+        path = self.path / "engine.lock"
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
+        try:
+            self._hold(handle, url)
+            yield
+        finally:
+            os.close(handle)
+
+    def _hold(self, handle: int, url: str) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} at {url}".encode(), 0)
+        except BlockingIOError:
+            other = os.pread(handle, 200, 0).decode(errors="replace") or "a process that just starts"
+            raise SettingsError(
+                f"{self.path}: another engine serves from this state folder: {other}; end it, or give this "
+                "one a folder of its own with --state-dir"
+            ) from None
+        except OSError as error:
+            raise SettingsError(f"{self.path}: cannot be written: {error.strerror}") from None
+
     def engine_id(self) -> str:
         """Return the engine's id, made at random on the first start."""
         return self._kept(self.path / "engine_id", secrets.token_hex(16))[0]
 
     def token(self) -> tuple[str, bool]:
         """Return the engine's own bearer token and whether it was made just now."""
-        return self._kept(self.token_path, secrets.token_urlsafe(32))
+        kept = self._kept(self.token_path, secrets.token_urlsafe(32))
+        if others_may_read(self.token_path):
+            with contextlib.suppress(OSError):
+                self.token_path.chmod(0o600)
+            _LOGGER.warning(
+                "%s could be read by others and was made private; whoever read it can use the engine. For a "
+                "new token, delete it and start again",
+                self.token_path,
+            )
+        return kept
 
     def residents(self) -> tuple[NamedResident, ...]:
         """Return the residents kept from the API; raise SettingsError for a file that was damaged."""
@@ -116,6 +161,14 @@ class StateFolder:
         except OSError as error:
             raise SettingsError(f"{path}: cannot be read or written: {error.strerror}") from None
         return fresh, True
+
+
+def others_may_read(path: Path) -> bool:
+    """Return whether anybody but its owner may read or write the file; False where there is none."""
+    try:
+        return bool(path.stat().st_mode & 0o077)
+    except OSError:
+        return False
 
 
 def replace_file(path: Path, content: str) -> None:

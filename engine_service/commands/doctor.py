@@ -37,6 +37,7 @@ from engine_service.footprint import footprint_of
 from engine_service.identity.tokens import TokenBook
 from engine_service.server.tls import own_client_context, server_context
 from engine_service.settings import BackendName, DeviceName, Settings
+from engine_service.state import others_may_read
 
 _BUILT: Final = 1_780_000_000  # May 2026: a clock before that was never set
 _FREE_BYTES: Final = 500 * 2**20
@@ -164,6 +165,9 @@ def _tokens(settings: Settings) -> Iterator[Finding]:
     except SettingsError as error:
         yield bad("tokens", error.message, "delete the file, or put it back from a backup")
         return
+    for name in ("token", "tokens.json", "pairing.json"):
+        if others_may_read(folder / name):
+            yield doubtful("tokens", f"others may read {folder / name}", f"chmod 600 {folder / name}")
     own = ", and the one of the first start" if (folder / "token").exists() else ""
     if made or own:
         yield good("tokens", f"{made} made or paired{own}")
@@ -302,7 +306,7 @@ def _port(settings: Settings) -> Finding:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        who = _who_serves(settings)
+        who = who_serves(settings)
         if who:
             return good("port", f"{host}:{port} is served by {who}")
         return bad(
@@ -323,7 +327,7 @@ def _tls(settings: Settings) -> Iterator[Finding]:
         yield good("encryption", f"TLS with the certificate in {server.tls_certificate}")
 
 
-def _who_serves(settings: Settings) -> str | None:
+def who_serves(settings: Settings) -> str | None:
     """Return which engine answers at the settings' address; None if it is none."""
     server = settings.server
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)

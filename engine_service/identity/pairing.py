@@ -52,6 +52,15 @@ class PairingDesk:
             self._keep({"code": code, "opened_at": self._clock(), "wrong": 0})
         return code
 
+    def open_or_kept(self) -> str:
+        """Return the code that is open, made now if there is none; raise OSError if it cannot be kept."""
+        try:
+            with self._locked():
+                code: str = self._open_entry()["code"]
+        except PairingClosed:
+            return self.open()
+        return code
+
     def trade(self, code: str) -> None:
         """Use the code up; raise PairingClosed where none is open, WrongCode for another one."""
         with self._locked():

@@ -212,6 +212,71 @@ async def test_everything_the_scheduler_saw_can_be_written_down(tmp_path: Path) 
     assert "Arrived" in json.dumps(lines)
 
 
+async def test_one_event_log_is_written_by_one_engine(tmp_path: Path) -> None:
+    log = ("--event-log", str(tmp_path / "events.jsonl"))
+    async with command(tmp_path, *SIMULATED, *log) as process:
+        await process.ready()
+        code, out, err = await run(tmp_path, *SIMULATED, *log, "--state-dir", str(tmp_path / "other"))
+    assert (code, out) == (2, "")
+    assert "events.jsonl: another engine writes its event log there" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("log", ["nodir/events.jsonl", "/"])
+async def test_an_event_log_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, log: str) -> None:
+    code, out, err = await run(tmp_path, *SIMULATED, "--event-log", log)
+    assert (code, out) == (2, "")
+    assert err.startswith("fairhearth: ")
+    assert "the event log cannot be written" in err
+    assert err.count("\n") == 1
+
+
+async def test_a_second_engine_on_a_state_folder_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+    async with command(tmp_path, *SIMULATED) as process:
+        url = await process.ready()
+        code, out, err = await run(tmp_path, *SIMULATED)
+        assert (code, out) == (2, "")
+        assert "another engine serves from this state folder: process " in err
+        assert f" at {url}; end it, or give this one a folder of its own" in err
+        process.signal(signal.SIGKILL)
+        await process.end()
+    async with command(tmp_path, *SIMULATED) as process:
+        assert await process.ready(), "the lock ends with the process"
+
+
+async def test_a_state_folder_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "engine.lock").mkdir()
+    code, out, err = await run(tmp_path, *SIMULATED, "--state-dir", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "engine.lock: cannot be written: Is a directory" in err
+
+
+async def test_a_port_that_an_engine_holds_is_told_and_nothing_is_made_or_shown(tmp_path: Path) -> None:
+    async with command(tmp_path, *SIMULATED) as process:
+        port = (await process.ready()).rpartition(":")[2]
+        fresh = tmp_path / "fresh"
+        arguments = ("serve", "--backend", "simulated", "--port", port, "--state-dir", str(fresh))
+        code, out, err = await run(tmp_path, *arguments, token=None)
+    assert (code, out) == (3, "")
+    assert f"port {port}: Address already in use by fairhearth {__version__}" in err
+    assert err.count("\n") == 1
+    assert not fresh.exists()
+
+
+async def test_a_token_that_others_could_read_is_made_private_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("a-token-that-was-copied-here\n", encoding="ascii")
+    path.chmod(0o666)
+    _, out, _ = await run(tmp_path, "doctor", "--json", "--state-dir", str(tmp_path), token=None)
+    assert f"others may read {path}" in out
+    async with command(tmp_path, *SIMULATED, "--state-dir", str(tmp_path), token=None) as process:
+        await process.ready()
+        process.signal(signal.SIGTERM)
+        _, _, err = await process.end()
+    assert "could be read by others and was made private" in err
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 async def test_log_lines_can_be_json(tmp_path: Path) -> None:
     (tmp_path / "fairhearth.toml").write_text("[log]\nformat = 'json'", encoding="utf-8")
     async with command(tmp_path, *SIMULATED) as process:

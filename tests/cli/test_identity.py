@@ -95,6 +95,16 @@ async def test_an_engine_nobody_has_paired_with_shows_a_code_and_later_ones_are_
         assert "pairing code" not in (await process.end())[2]
 
 
+async def test_a_code_made_before_the_first_start_is_the_one_that_the_start_shows(tmp_path: Path) -> None:
+    _, out, _ = await run(tmp_path, "pair", token=None)
+    async with command(tmp_path, *SIMULATED, token=None) as process, aiohttp.ClientSession() as http:
+        url = await process.ready()
+        async with http.post(url + "/v1/pair", json={"code": out.strip(), "name": "HA"}) as response:
+            assert response.status == 201
+        process.signal(signal.SIGTERM)
+        assert f"pairing code: {out.strip()} " in (await process.end())[2]
+
+
 async def test_an_engine_with_tokens_of_its_settings_shows_no_code_by_itself(tmp_path: Path) -> None:
     async with command(tmp_path, *SIMULATED) as process:
         await process.ready()

@@ -83,6 +83,22 @@ async def test_a_hangup_with_a_mistake_in_the_settings_changes_nothing(tmp_path:
         assert (await process.end())[0] == 0
 
 
+async def test_a_settings_file_that_vanished_is_a_mistake_too(tmp_path: Path) -> None:
+    settings = tmp_path / "fairhearth.toml"
+    settings.write_text("[residents.alice]\n", encoding="utf-8")
+    async with command(tmp_path, *SIMULATED) as process, aiohttp.ClientSession() as http:
+        url = await process.ready()
+        settings.unlink()
+        process.signal(signal.SIGHUP)
+        line = b""
+        async with asyncio.timeout(30):
+            while b"stay as they were" not in line:
+                line = await process.error_line()
+        assert b"fairhearth.toml" in line
+        known = [r["id"] for r in (await get(http, f"{url}/v1/residents"))["residents"]]
+        assert known == ["alice", "guest", "house"]
+
+
 class Manager:
     """What systemd does: listens on a socket for lines."""
 
