@@ -73,7 +73,15 @@ class GrammarCompiler:
         matcher = matcher_type(self._tokenizer, grammar)
         if matcher.is_error():
             raise InvalidConstraint(f"{constraint.kind.value}: {matcher.get_error()}")
+        self._check_beginning(constraint, matcher)
         return matcher
+
+    def _check_beginning(self, constraint: Constraint, matcher: Any) -> None:
+        """Raise InvalidConstraint for a grammar without a first token: it compiles and fails later."""
+        try:
+            GrammarMatcher(matcher.deep_copy(), self._vocab_size).allowed_ids()
+        except ValueError as error:
+            raise InvalidConstraint(f"{constraint.kind.value}: nothing matches it: {error}") from error
 
 
 class GrammarMatcher:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import unquote
 
 from engine_service.backends.base import Constraint, ConstraintKind
 from engine_service.errors import InvalidRequest
 from engine_service.protocol import Json, ResponseFormat
 
 MAX_DEPTH: Final = 64
+MAX_REFERENCES: Final = 1000  #: different `$ref` in one schema
 
 _TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")  #: of schemas
@@ -57,7 +59,10 @@ def with_options(schema: Json, *, lenient: bool) -> dict[str, Any]:
 
 
 def check_schema(schema: object, path: str, depth: int = 0) -> None:
-    """Raise InvalidRequest naming the place of the first thing that is no JSON schema."""
+    """Raise InvalidRequest naming the place of the first thing that is no JSON schema.
+
+    Whole schemas (depth 0) also have to end: no value matches one that always asks for itself.
+    """
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -74,6 +79,8 @@ def check_schema(schema: object, path: str, depth: int = 0) -> None:
     for key in _NESTED:
         if key in schema:
             check_schema(schema[key], f"{path}.{key}", depth + 1)
+    if depth == 0:
+        _check_references_end(schema, path)
 
 
 def _check_keywords(schema: Json, path: str) -> None:
@@ -101,6 +108,90 @@ def _expect(schema: Json, key: str, kind: type, wanted: str, path: str, default:
     if not isinstance(value, kind):
         raise InvalidRequest(f"{path}.{key} must be {wanted}, not {value!r:.60}", param=f"{path}.{key}")
     return value
+
+
+def _check_references_end(schema: Json, path: str) -> None:
+    """Raise InvalidRequest for a `$ref` that only ever leads back to itself.
+
+    References that can end are found one after another, each by means of those found before.
+    """
+    references = sorted(_references(schema))
+    if len(references) > MAX_REFERENCES:
+        raise InvalidRequest(f"{path} has more than {MAX_REFERENCES} different $ref", param=path)
+    open_ones = {name: _target(schema, name) for name in references}
+    for name, target in open_ones.items():
+        check_schema(target, f"{path}: what $ref {name!r:.60} leads to", 1)
+    ended: set[str] = set()
+    for turn in range(MAX_DEPTH):
+        # There and back: a chain of references in either order is then settled in two turns.
+        names = sorted(open_ones, reverse=bool(turn % 2))
+        found = [name for name in names if _settle(open_ones[name], name, ended)]
+        for name in found:
+            del open_ones[name]
+        if not open_ones:
+            return
+        if not found:
+            name = min(open_ones)
+            raise InvalidRequest(
+                f"{path}: the $ref {name!r:.60} leads back to itself without end, so that no value can match",
+                param=path,
+            )
+
+
+def _settle(target: object, name: str, ended: set[str]) -> bool:
+    if _can_end(target, ended):
+        ended.add(name)
+    return name in ended
+
+
+def _references(value: object) -> set[str]:
+    """Return every `$ref` in a schema."""
+    found: set[str] = set()
+    todo = [value]
+    while todo:
+        entry = todo.pop()
+        if isinstance(entry, list):
+            todo += entry
+        elif isinstance(entry, Mapping):
+            todo += entry.values()
+            if isinstance(entry.get("$ref"), str):
+                found.add(entry["$ref"])
+    return found
+
+
+def _target(schema: Any, reference: str) -> object:
+    """Return what a reference points at; True (anything) where only the grammar engine can tell."""
+    target = schema
+    for step in unquote(reference).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and step.isascii() and step.isdigit() and len(step) < 6:
+            target = dict(enumerate(target)).get(int(step), True)
+        else:
+            target = target.get(step, True) if isinstance(target, Mapping) else True
+    return target if reference == "#" or reference.startswith("#/") else True
+
+
+def _can_end(schema: object, ended: set[str]) -> bool:
+    """Return whether a value may match, if only the references in ended lead anywhere."""
+    if not isinstance(schema, Mapping):
+        return True
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in ended:
+        return False
+    if not all(_can_end(inner, ended) for inner in (*schema.get("allOf", ()), *_needed(schema))):
+        return False
+    choices = [schema[key] for key in ("anyOf", "oneOf") if schema.get(key)]
+    return all(any(_can_end(inner, ended) for inner in choice) for choice in choices)
+
+
+def _needed(schema: Json) -> list[object]:
+    """Return the schemas of what every value must hold."""
+    if schema.get("type") == "object":
+        properties = schema.get("properties", {})
+        return [properties[name] for name in schema.get("required", []) if name in properties]
+    if schema.get("type") == "array" and schema.get("minItems") and not schema.get("prefixItems"):
+        return [schema.get("items", True)]
+    return []
 
 
 def hoist(schema: Json, prefix: str, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -315,6 +315,7 @@ def test_half_a_character_at_the_end_is_not_shown(real: Driver) -> None:
         (ConstraintKind.JSON_SCHEMA, "[1]", "a schema must be an object"),
         (ConstraintKind.JSON_SCHEMA, '{"$ref": "#/nowhere"}', "nowhere"),
         (ConstraintKind.JSON_SCHEMA, '{"type": "array", "if": {}}', "if"),
+        (ConstraintKind.JSON_SCHEMA, '{"$ref": "#"}', "nothing matches it"),
         (ConstraintKind.REGEX, "(ab", "unclosed group"),
         (ConstraintKind.LARK, "start: thing", 'at 1.*"thing"'),
     ],

@@ -154,6 +154,54 @@ def test_a_schema_nested_without_end_is_refused() -> None:
         tools.calls_schema([Tool(name="f", parameters=schema)])
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}]},
+        {"anyOf": [{"$ref": "#"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    ],
+)
+def test_a_schema_that_only_leads_back_to_itself_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"schema: the \$ref '#.*' leads back to itself without end"):
+        structured.check_schema(schema, "schema")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"x": {"$ref": "#"}}},
+        {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"$ref": "#/anyOf/0"}}, "anyOf": [{"type": "null"}]},
+        {
+            "type": "object",
+            "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+            "required": ["next"],
+        },
+    ],
+)
+def test_a_schema_that_names_itself_and_can_end_is_taken(schema: dict[str, Any]) -> None:
+    structured.check_schema(schema, "schema")
+    assert structured.schema_for(ResponseFormat(kind="json_schema", schema=schema)) is not None
+
+
+@pytest.mark.parametrize("x", [{"allOf": 5}, {"properties": [1]}, {"anyOf": 1}, {"required": [[]]}, 7])
+def test_what_a_reference_leads_to_is_checked_like_the_rest(x: Any) -> None:
+    with pytest.raises(InvalidRequest, match="leads to"):
+        structured.check_schema({"$ref": "#/x", "x": x}, "schema")
+
+
+def test_more_references_than_can_be_followed_are_refused() -> None:
+    many = {f"p{i}": {"$ref": f"#/$defs/{i}"} for i in range(structured.MAX_REFERENCES + 1)}
+    with pytest.raises(InvalidRequest, match="more than 1000 different"):
+        structured.check_schema({"properties": many}, "schema")
+
+
 def test_tools_are_described_in_one_short_line_each() -> None:
     assert tools.describe([TURN_ON, TIME]) == (
         "Tools:\n"

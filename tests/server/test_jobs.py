@@ -103,6 +103,18 @@ async def test_the_same_key_is_the_same_job(home: Household) -> None:
             400,
             "request.response_format.json_schema.schema.type",
         ),
+        (
+            {
+                "request": order(
+                    response_format={
+                        "type": "json_schema",
+                        "json_schema": {"name": "x", "schema": {"$ref": "#"}},
+                    }
+                )
+            },
+            400,
+            "request.response_format.json_schema.schema",
+        ),
         ({"request": order(), "deadline_s": 0}, 400, "deadline_s"),
         ({"request": order(), "keep_s": -1}, 400, "keep_s"),
         ({"request": order(), "idempotency_key": ""}, 400, "idempotency_key"),

@@ -68,6 +68,17 @@ async def test_a_body_that_cannot_be_read_is_refused(
             "invalid_request",
             "response_format.json_schema.schema.type",
         ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"$ref": "#"}},
+                }
+            },
+            400,
+            "invalid_request",
+            "response_format.json_schema.schema",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
