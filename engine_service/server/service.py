@@ -11,6 +11,7 @@ from aiohttp import web
 
 from engine_service import __version__
 from engine_service.chat.conversation import Conversation
+from engine_service.checks import shown
 from engine_service.engine.loop import Engine
 from engine_service.errors import InvalidRequest, RequestTooLarge
 from engine_service.identity.caller import Caller
@@ -87,6 +88,9 @@ async def read_json(request: web.Request) -> Any:
     """Return the request's JSON body; raise InvalidRequest or RequestTooLarge."""
     if request.content_type != "application/json":
         raise InvalidRequest(f"Content-Type must be application/json, not {request.content_type}")
+    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise InvalidRequest(f"the body must be sent as it is, without Content-Encoding {shown(coding)}")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             body = await request.read()

@@ -111,6 +111,7 @@ async def serving(
         access_log=None,
         shutdown_timeout=_CLOSE_S,
         keepalive_timeout=silence_s,
+        auto_decompress=False,  # a small body could unpack to a huge one; `read_json` refuses packed ones
     )
     await runner.setup()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from typing import Any
@@ -24,6 +25,9 @@ JSON = {"Content-Type": "application/json"}
         (b"[]", JSON, "must be an object"),
         (b"[" * 50_000, JSON, "nested too deeply"),
         (b'{"surprise": 1}', JSON, "surprise is not a known field"),
+        (b"xx", JSON | {"Content-Encoding": "gzip"}, "without Content-Encoding 'gzip'"),
+        (gzip.compress(b"{}"), JSON | {"Content-Encoding": "GZIP"}, "without Content-Encoding 'gzip'"),
+        (b"xx", JSON | {"Content-Encoding": "deflate"}, "without Content-Encoding 'deflate'"),
         (b"{}", {"Content-Type": "text/plain"}, "Content-Type must be application/json"),
         (
             b"{}",
@@ -33,12 +37,18 @@ JSON = {"Content-Type": "application/json"}
     ],
 )
 async def test_a_body_that_cannot_be_read_is_refused(
-    home: Household, path: str, data: bytes, headers: dict[str, str], words: str
+    home: Household,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    data: bytes,
+    headers: dict[str, str],
+    words: str,
 ) -> None:
     answer = await home.ask("POST", path, data=data, headers=headers)
     assert (answer.status, answer.error["code"]) == (400, "invalid_request")
     assert answer.error["type"] == "invalid_request_error"
     assert words in answer.error["message"]
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(
