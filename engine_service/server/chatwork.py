@@ -5,6 +5,7 @@ Decides from which token on an answer that broke off can be continued. Knows no 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,8 @@ from engine_service.protocol import Options, parse_chat_request
 from engine_service.server.plans import Plan, Running, ordered, plan_chat
 from engine_service.server.replies import Reply, messages_of
 from engine_service.server.service import Service
+
+_LOGGER = logging.getLogger(__name__)
 
 _MAX_DROPPED: Final = 64
 """Longest end of an answer (tokens) that is given up to find a place where text and tokens agree."""
@@ -50,7 +53,11 @@ def resumable(
         return Output()
     token_ids = output.token_ids
     for length in range(len(token_ids) - 1, max(0, len(token_ids) - _MAX_DROPPED), -1):
-        text = decode(token_ids[:length])
+        try:
+            text = decode(token_ids[:length])
+        except ValueError as error:  # ids of another model, loaded when the answer broke off
+            _LOGGER.info("an answer begins anew, another model wrote its beginning: %s", error)
+            return Output()
         if output.text.startswith(text) and "\ufffd" not in text[-1:]:
             return Output(token_ids=token_ids[:length], text=text)
     return Output()

@@ -314,6 +314,17 @@ async def test_an_answer_goes_on_from_where_text_and_tokens_agree(home: Househol
     assert resumable(Output(token_ids=token_ids, text="else"), plan, message.options, decode) == Output()
 
 
+async def test_an_answer_of_a_model_with_other_tokens_begins_anew_and_says_so(
+    home: Household, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = parse_chat_request(order(100))
+    plan = await plan_chat(home.service, message, Caller(name="x", scopes=frozenset()).attribute(None))
+    foreign = Output(token_ids=(10**6, 10**6 + 1, 10**6 + 2), text="The day")
+    with caplog.at_level("INFO"):
+        assert resumable(foreign, plan, message.options, home.engine.tokenizer.decode) == Output()
+    assert "begins anew, another model wrote its beginning" in caplog.text
+
+
 async def test_an_answer_in_a_grammar_begins_anew(home: Household) -> None:
     message = parse_chat_request(order(100, response_format={"type": "json_object"}))
     plan = await plan_chat(home.service, message, Caller(name="x", scopes=frozenset()).attribute(None))
