@@ -74,10 +74,10 @@ def _translated(error: web.HTTPException, request: web.Request) -> EngineError:
     """Return aiohttp's own refusal as one of ours."""
     match error:
         case web.HTTPNotFound():
-            return NotFound(f"there is nothing at {request.path}")
+            return NotFound(f"there is nothing at {request.path:.100}")
         case web.HTTPMethodNotAllowed(allowed_methods=allowed):
             return MethodNotAllowed(
-                f"{request.path} takes {', '.join(sorted(allowed))}, not {request.method}"
+                f"{request.path:.100} takes {', '.join(sorted(allowed))}, not {request.method}"
             )
         case web.HTTPRequestEntityTooLarge():
             return RequestTooLarge(f"the body is larger than the engine reads: {error.text}")

@@ -209,3 +209,9 @@ async def test_after_all_refusals_nothing_is_left_behind(home: Household) -> Non
     engine = home.engine.snapshot().engine
     assert (engine["requests_running"], engine["requests_waiting"]) == (0, 0)
     assert engine["kv_pages_used"] == engine["kv_pages_pinned"]
+
+
+async def test_a_long_address_is_not_sent_back_whole(home: Household) -> None:
+    answer = await home.ask("GET", "/" + "x" * 5_000)
+    assert answer.status == 404
+    assert len(answer.body) < 500
