@@ -31,6 +31,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> web.Application:
     for route in ROUTES:
         handler = route.handler if route.is_open else _guarded(route.handler, route.scope)
         app.router.add_route(route.method, route.path, handler)
+        if route.is_open and route.method == "GET":
+            app.router.add_route("HEAD", route.path, handler)  # what watches over services asks so
     return app
 
 

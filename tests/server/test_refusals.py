@@ -215,3 +215,9 @@ async def test_a_long_address_is_not_sent_back_whole(home: Household) -> None:
     answer = await home.ask("GET", "/" + "x" * 5_000)
     assert answer.status == 404
     assert len(answer.body) < 500
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready"])
+async def test_what_needs_no_token_can_be_asked_without_its_body(home: Household, path: str) -> None:
+    answer = await home.ask("HEAD", path, token=None)
+    assert (answer.status, answer.body) == (200, b"")
