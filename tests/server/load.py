@@ -66,6 +66,8 @@ async def serve(folder: Path) -> None:
         event_log=folder / "events.jsonl",
     )
     # The whole run in one file, however long: the replay needs its beginning.
+    assert engine._event_log is not None
+    engine._event_log.close()
     engine._event_log = eventlog.EventLog(folder / "events.jsonl", max_bytes=2**50)
     state = StateFolder(settings.paths.state_dir)
     service = build_service(engine, settings, state=state, tokens=settings.server.tokens)
