@@ -42,6 +42,15 @@ _PARKING_BYTES: Final = 256 * 2**20
 _FIRST_ROW_S: Final = 0.01  # a guess until a prompt was computed
 
 
+class _Pace:
+    """How long a row of a pass takes, in seconds, as last measured."""
+
+    __slots__ = ("row_s",)
+
+    def __init__(self) -> None:
+        self.row_s = _FIRST_ROW_S
+
+
 class LlamaCppBackend(SequenceHolder):
     """One GGUF model on the CPU."""
 
@@ -65,8 +74,7 @@ class LlamaCppBackend(SequenceHolder):
         num_ids = min(_MAX_SEQUENCE_IDS, max(_MIN_SEQUENCE_IDS, 3 * max_sequences))
         self._model = model
         self._micro_batch = micro_batch
-        self._row_s = _FIRST_ROW_S  # seconds per prompt token, as last measured
-        self._hidden_row_s = _FIRST_ROW_S  # the same where an embedding is wanted
+        self._prompt_pace, self._embedding_pace = _Pace(), _Pace()
         self._context = Context(
             model, num_cells=context_tokens, num_sequences=num_ids, micro_batch=micro_batch, threads=threads
         )
@@ -147,7 +155,7 @@ class LlamaCppBackend(SequenceHolder):
         self._model.close()
 
     def abort(self) -> None:
-        """Make the step under way return within milliseconds (any thread); no-op when idle."""
+        """Stop the prompts of the step under way, within some 50 ms (any thread); no-op when idle."""
         self._context.abort()
 
     def set_threads(self, threads: int) -> None:
@@ -179,9 +187,8 @@ class LlamaCppBackend(SequenceHolder):
         with self._context.step():
             outcomes = self._decode([part for part in parts if not part.is_chunk])
             chunks = [part for part in parts if part.is_chunk]
-            wanting = [part for part in chunks if part.live.generation.order.wants_embedding]
-            outcomes += self._prefill([part for part in chunks if part not in wanting])
-            outcomes += self._embed(wanting)
+            outcomes += self._prefill([p for p in chunks if not p.live.generation.order.wants_embedding])
+            outcomes += self._embed([p for p in chunks if p.live.generation.order.wants_embedding])
         return StepOutcome(
             outcomes=tuple(outcomes),
             seconds=time.perf_counter() - started,
@@ -201,14 +208,9 @@ class LlamaCppBackend(SequenceHolder):
         return [self._settle(part, 1, self._row(part)) for part in parts]
 
     def _prefill(self, parts: list[Part]) -> list[SequenceOutcome]:
-        """Compute chunks micro-batch by micro-batch until they are done or the step is aborted."""
+        """Compute chunks until they are done or the step is aborted."""
         outcomes = []
-        for pieces in _micro_batches(parts, self._micro_batch):
-            num_rows = sum([size for _, size in pieces])
-            started = time.perf_counter()
-            if self._compute(pieces, expected_s=num_rows * self._row_s) == ABORTED:
-                break
-            self._row_s = (time.perf_counter() - started) / num_rows
+        for pieces in self._passes(parts, self._prompt_pace):
             done = [part for part, _ in pieces if part.num_done == part.num_tokens]
             outcomes += [self._settle(part, part.num_done, self._row(part)) for part in done]
         left = [part for part in parts if part.num_done < part.num_tokens]
@@ -219,15 +221,22 @@ class LlamaCppBackend(SequenceHolder):
 
         An embedding is the mean of that over the whole text, brought to length 1.
         """
+        if not parts:
+            return []
+        with self._context.keeping_hidden():
+            for pieces in self._passes(parts, self._embedding_pace):
+                self._add_up(pieces)
+        return [self._settle_embedding(part) for part in parts]
+
+    def _passes(self, parts: list[Part], pace: _Pace) -> Iterator[list[tuple[Part, int]]]:
+        """Compute the parts micro-batch by micro-batch, yield each when it is over; end where aborted."""
         for pieces in _micro_batches(parts, self._micro_batch):
             num_rows = sum([size for _, size in pieces])
             started = time.perf_counter()
-            with self._context.keeping_hidden():
-                if self._compute(pieces, expected_s=num_rows * self._hidden_row_s) == ABORTED:
-                    break
-                self._add_up(pieces)
-            self._hidden_row_s = (time.perf_counter() - started) / num_rows
-        return [self._settle_embedding(part) for part in parts]
+            if self._compute(pieces, expected_s=num_rows * pace.row_s) == ABORTED:
+                return
+            pace.row_s = (time.perf_counter() - started) / num_rows
+            yield pieces
 
     def _add_up(self, pieces: list[tuple[Part, int]]) -> None:
         hidden = self._context.hidden()
