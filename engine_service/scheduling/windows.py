@@ -27,13 +27,7 @@ class WindowSum:
         if amount <= 0:
             return
         self._expire(now)
-        slot = math.floor(now / self._slot_s)
-        if self._slots and self._slots[-1][0] >= slot:
-            last, held = self._slots.pop()
-            self._slots.append((last, held + amount))
-        else:
-            self._slots.append((slot, amount))
-        self._total += amount
+        self._put(math.floor(now / self._slot_s), amount)
 
     def total(self, *, now: float) -> int:
         """Return the sum of what was added in (now - window_s, now]."""
@@ -63,18 +57,20 @@ class WindowSum:
         self._slots.clear()
         self._total = 0
         for age_s, amount in slots:
-            slot = math.floor((now - age_s) / self._slot_s)
-            if self._slots and self._slots[-1][0] >= slot:
-                last, held = self._slots.pop()
-                self._slots.append((last, held + amount))
-            else:
-                self._slots.append((slot, amount))
-            self._total += amount
+            self._put(math.floor((now - age_s) / self._slot_s), amount)
         self._expire(now)
 
     def has_reached(self, amount: int, *, now: float) -> bool:
         """Return whether `total` is at least amount; cheap as long as that is out of reach."""
         return self._total >= amount and self.total(now=now) >= amount
+
+    def _put(self, slot: int, amount: int) -> None:
+        if self._slots and self._slots[-1][0] >= slot:
+            last, held = self._slots.pop()
+            self._slots.append((last, held + amount))
+        else:
+            self._slots.append((slot, amount))
+        self._total += amount
 
     def _expire(self, now: float) -> None:
         oldest = math.floor(now / self._slot_s) - _SLOTS
