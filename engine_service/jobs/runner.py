@@ -26,6 +26,8 @@ from engine_service.errors import (
 )
 from engine_service.jobs.model import Job, JobState, Json, Output, sha256_of
 from engine_service.jobs.store import JobStore
+from engine_service.jobs.turning import RETRY_S, keep_turning
+from engine_service.scheduling.model import ResidentId
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -34,7 +36,6 @@ MAX_RUNNING: Final = 64  #: jobs handed to the engine at once
 MAX_ATTEMPTS: Final = 3  #: begins after faults of the engine; restarts are not counted
 KEEP_EVERY_S: Final = 1.0  #: what a job writes is on disk this often
 _SWEEP_S: Final = 60.0
-_RETRY_S: Final = 5.0
 _MAX_RETRY_S: Final = 60.0
 
 _LATER: Final = (QueueFull, QuotaExhausted, TooManyRequests, EngineStopping)
@@ -143,7 +144,7 @@ class JobRunner:
             said = "1 job was running when the engine ended; it goes on"
             many = f"{count} jobs were running when the engine ended; they go on"
             _LOGGER.warning(said if count == 1 else many)
-        self._loop = asyncio.create_task(self._keep_running())
+        self._loop = asyncio.create_task(keep_turning(self._turn, self._wake))
 
     async def stop(self) -> None:
         """Let running jobs wait for the next start, with what they have written, and close the store."""
@@ -174,9 +175,12 @@ class JobRunner:
         job = await self._store.get(job_id)
         return None if job is None else self._as_now(job)
 
-    async def newest(self, **which: object) -> list[Job]:
-        """Return jobs as of now, newest first; arguments as of `JobStore.newest`."""
-        return [self._as_now(job) for job in await self._store.newest(**which)]  # type: ignore[arg-type]
+    async def newest(
+        self, *, state: JobState | None = None, resident_id: ResidentId | None = None, limit: int
+    ) -> list[Job]:
+        """Return at most limit jobs as of now, newest first, all states and residents unless named."""
+        found = await self._store.newest(state=state, resident_id=resident_id, limit=limit)
+        return [self._as_now(job) for job in found]
 
     async def cancel(self, job_id: str) -> None:
         """End the job unless it has ended."""
@@ -230,16 +234,6 @@ class JobRunner:
 
     # --- the loop ---
 
-    async def _keep_running(self) -> None:
-        while True:
-            self._wake.clear()
-            try:
-                wait_s = await self._turn()
-            except StorageUnavailable:
-                wait_s = _RETRY_S  # the store has logged why
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), wait_s)
-
     async def _turn(self) -> float:
         """Begin and expire what is due; return after how many seconds to look again."""
         now = self._clock()
@@ -281,9 +275,9 @@ class JobRunner:
         except TimeoutError:
             await self._end_surely(job.job_id, JobState.EXPIRED)
         except _LATER as error:
-            await self._put_back(job.job_id, after_s=error.retry_after_s or _RETRY_S)
+            await self._put_back(job.job_id, after_s=error.retry_after_s or RETRY_S)
         except StorageUnavailable:
-            self._not_before[job.job_id] = self._clock() + _RETRY_S
+            self._not_before[job.job_id] = self._clock() + RETRY_S
         except GenerationFailed as error:
             self._faults[job.job_id] = self._faults.get(job.job_id, 0) + 1
             if self._faults[job.job_id] < MAX_ATTEMPTS:
@@ -348,7 +342,7 @@ class JobRunner:
             try:
                 return await self._end(job_id, state, output=output, result=result, error=error)
             except StorageUnavailable:
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
     async def _end(
         self,

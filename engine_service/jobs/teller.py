@@ -7,14 +7,13 @@ disk, so that a restart loses nothing. Knows no HTTP.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from engine_service.errors import StorageUnavailable
 from engine_service.jobs.model import Job, TellState
 from engine_service.jobs.store import JobStore
+from engine_service.jobs.turning import keep_turning
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -22,7 +21,6 @@ DELAYS_S: Final = (1.0, 5.0, 30.0, 120.0, 600.0, 3600.0, 10_800.0, 21_600.0, 43_
 """Pauses after failed tries; after one more it is given up, about a day after the job ended."""
 _AT_ONCE: Final = 8
 _SWEEP_S: Final = 60.0
-_STORAGE_RETRY_S: Final = 5.0
 
 
 class NotToldError(Exception):
@@ -51,7 +49,7 @@ class Teller:
 
     def start(self) -> None:
         """Begin with what an earlier engine left untold."""
-        self._task = asyncio.create_task(self._keep_telling())
+        self._task = asyncio.create_task(keep_turning(self._turn, self._wake))
 
     async def stop(self) -> None:
         """End; what is under way is told again at the next start."""
@@ -62,16 +60,6 @@ class Teller:
     def wake(self) -> None:
         """Look for a job that has just ended."""
         self._wake.set()
-
-    async def _keep_telling(self) -> None:
-        while True:
-            self._wake.clear()
-            try:
-                wait_s = await self._turn()
-            except StorageUnavailable:
-                wait_s = _STORAGE_RETRY_S  # the store has logged why
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), wait_s)
 
     async def _turn(self) -> float:
         """Tell what is due; return after how many seconds to look again."""
