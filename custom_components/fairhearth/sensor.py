@@ -74,16 +74,12 @@ def _spread(quantiles: Quantiles) -> dict[str, Any]:
 def _duration[ReportT: Report](
     key: str, read: Callable[[ReportT], Quantiles], *, is_enabled: bool = True, precision: int = 2
 ) -> FairhearthSensorDescription[ReportT]:
-    return FairhearthSensorDescription(
-        key=key,
-        translation_key=key,
-        device_class=SensorDeviceClass.DURATION,
-        native_unit_of_measurement=UnitOfTime.SECONDS,
-        suggested_unit_of_measurement=UnitOfTime.SECONDS,
-        suggested_display_precision=precision,
-        state_class=SensorStateClass.MEASUREMENT,
-        entity_registry_enabled_default=is_enabled,
-        value_fn=lambda report: _rounded(read(report).p95, 3),
+    """Describe a measured time by its 95th percentile."""
+    return _seconds(
+        key,
+        lambda report: read(report).p95,
+        precision=precision,
+        is_enabled=is_enabled,
         attributes_fn=lambda report: _spread(read(report)),
     )
 
@@ -94,8 +90,10 @@ def _seconds[ReportT](
     *,
     precision: int,
     category: EntityCategory | None = None,
+    is_enabled: bool = False,
+    attributes_fn: Callable[[ReportT], dict[str, Any]] | None = None,
 ) -> FairhearthSensorDescription[ReportT]:
-    """Describe a time that changes all the while: for who looks for a cause, not for every household."""
+    """Describe a time; off by default, for one that changes all the while is for who looks for a cause."""
     return FairhearthSensorDescription(
         key=key,
         translation_key=key,
@@ -104,9 +102,10 @@ def _seconds[ReportT](
         suggested_unit_of_measurement=UnitOfTime.SECONDS,
         suggested_display_precision=precision,
         state_class=SensorStateClass.MEASUREMENT,
-        entity_registry_enabled_default=False,
+        entity_registry_enabled_default=is_enabled,
         entity_category=category,
         value_fn=lambda report: _rounded(read(report), 3),
+        attributes_fn=attributes_fn,
     )
 
 
