@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import platformdirs
 
 from engine_service.backends.base import Backend
+from engine_service.backends.llama_cpp import open_backend
 from engine_service.engine.ledger import Ledger
 from engine_service.engine.loop import Engine
 from engine_service.server.residents import merged
@@ -147,6 +149,18 @@ def payloads(lines: list[str]) -> list[Any]:
     """Return what the data lines of a stream hold."""
     texts = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     return [text if text == "[DONE]" else json.loads(text) for text in texts]
+
+
+def embedded_model(*, context_tokens: int, max_sequences: int) -> Backend:
+    """Open the model that comes with the engine, on one thread."""
+    return open_backend(
+        None,
+        cache_dir=platformdirs.user_cache_path("fairhearth", appauthor=False),
+        context_tokens=context_tokens,
+        max_sequences=max_sequences,
+        threads=1,
+        progress=lambda _: None,
+    )
 
 
 @asynccontextmanager

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import platformdirs
 import pytest
 
-from engine_service.backends.llama_cpp import open_backend
 from engine_service.server.openapi import ANSWERS
-from tests.server.household import ADMIN, Household, household
+from tests.server.household import ADMIN, Household, embedded_model, household
 
 TEXTS = [
     "The kitchen light is on.",
@@ -30,14 +28,7 @@ SIZE = 576
 @pytest.fixture
 async def home(tmp_path: Path) -> AsyncIterator[Household]:
     """The embedded model with room for three requests at once."""
-    backend = open_backend(
-        None,
-        cache_dir=platformdirs.user_cache_path("fairhearth", appauthor=False),
-        context_tokens=2048,
-        max_sequences=3,
-        threads=1,
-        progress=lambda _: None,
-    )
+    backend = embedded_model(context_tokens=2048, max_sequences=3)
     async with household(tmp_path, backend) as running:
         yield running
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import platformdirs
 import pytest
 
-from engine_service.backends.llama_cpp import open_backend
 from engine_service.protocol import parse_chat_request
-from tests.server.household import ADMIN, Household, household
+from tests.server.household import ADMIN, Household, embedded_model, household
 
 LIGHT = "Turn on the kitchen light"
 SYSTEM = "You control a smart home. Devices: kitchen light, bedroom lamp, living room fan."
@@ -34,14 +32,7 @@ TOOLS = [tool("HassTurnOn", "Turns on a device"), tool("HassTurnOff", "Turns off
 @pytest.fixture
 async def home(tmp_path: Path) -> AsyncIterator[Household]:
     """The embedded model, one thread, as a household would run it."""
-    backend = open_backend(
-        None,
-        cache_dir=platformdirs.user_cache_path("fairhearth", appauthor=False),
-        context_tokens=4096,
-        max_sequences=8,
-        threads=1,
-        progress=lambda _: None,
-    )
+    backend = embedded_model(context_tokens=4096, max_sequences=8)
     async with household(tmp_path, backend) as running:
         yield running
 
