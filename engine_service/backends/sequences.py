@@ -262,12 +262,18 @@ class SequenceHolder(RequestHolder):
         live.sequence_id = -1
 
     def _retire(self, live: Live, *, owner: RequestId | None) -> None:
-        """Take the sequence from a request; what it stored stays cached while nobody needs the cells."""
+        """Take the sequence from a request; what it stored stays cached while nobody needs the cells.
+
+        Nothing is kept of a text to be embedded: it begins anew, and a sweep would drive conversations out.
+        """
         tokens = live.generation.tokens(0, live.num_stored).copy()
         stored = Stored(sequence_id=live.sequence_id, tokens=tokens, owner=owner)
         live.sequence_id = -1
         live.num_stored = live.reserved = 0
-        self._keep(stored)
+        if live.generation.order.wants_embedding:
+            self._free(stored.sequence_id)
+        else:
+            self._keep(stored)
 
     def _trim_cache(self) -> None:
         """Bound what idle cells cost: every row that is computed passes over all cells, its own or not."""

@@ -484,6 +484,16 @@ def test_embeddings_beside_and_before_it_do_not_change_a_text(real: Driver) -> N
     assert written(beside=True) == written(beside=False)
 
 
+def test_a_sweep_of_embeddings_drives_no_conversation_out(real: Driver) -> None:
+    backend = real.backend
+    said = real.order("said", story(real, 60, first=500), 4)
+    real.run(said)
+    cached, parked = backend.cached_lengths, backend.num_parked
+    for number in range(4):
+        embed(backend, story(real, 150, first=number), chunks=[40], preempt_after=1)
+    assert (backend.cached_lengths, backend.num_parked) == (cached, parked)
+
+
 def test_an_embedding_with_an_answer_is_refused(real: Driver) -> None:
     order = GenerationOrder(request_id=RequestId("x"), prompt_ids=(1,), max_tokens=1, wants_embedding=True)
     with pytest.raises(ValueError, match="made of a prompt alone"):
