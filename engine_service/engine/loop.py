@@ -9,7 +9,7 @@ another takes over.
     event loop                         engine thread
     submit -> Arrived  ---(lock)--->   orders queue: Admit, Preempt, ..., Compose
     cancel -> Cancelled                 carry out -> step -> IterationDone ---(lock)---> more orders
-    Session.push  <---call_soon_threadsafe---  deltas of the iteration, in one batch
+    Session.push  <---(courier, ledger)---  deltas of the iteration, in one batch
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 from zoneinfo import ZoneInfo
@@ -40,6 +41,7 @@ from engine_service.backends.base import (
     Tokenizer,
 )
 from engine_service.engine import memory
+from engine_service.engine.courier import Courier
 from engine_service.engine.days import local_day
 from engine_service.engine.eventlog import EventLog
 from engine_service.engine.ledger import Ledger
@@ -217,6 +219,7 @@ class Engine:
         self._turn = 0
         self._is_in_backend = False
         self._undelivered = threading.Semaphore(_MOST_UNDELIVERED)
+        self._courier: Courier | None = None
         self._thread: threading.Thread | None = None
         self._hanging: dict[threading.Thread, Backend] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -236,6 +239,8 @@ class Engine:
     async def start(self) -> None:
         """Start the thread; tells the core what there is."""
         self._loop = asyncio.get_running_loop()
+        self._courier = Courier(self._loop, self._ledger)
+        self._courier.start()
         with self._wakeup:
             self._tell(PolicyChanged(policy=self._scheduler.state.policy))
             self._tell(ResidentsChanged(residents=self._initial_residents))
@@ -258,11 +263,12 @@ class Engine:
             self._ledger.set_aside(str(error))
         self._observer.begin_from(self._scheduler)
 
-    def _keep_ledger(self) -> None:
-        """Keep what was served until now (lock held)."""
-        if self._ledger is not None:
-            self._kept_given_up = self._num_given_up()
-            self._ledger.write(self._scheduler.snapshot(now=self._clock()))
+    def _to_be_kept(self) -> dict[str, Any] | None:
+        """Return what was served until now, None without a ledger (lock held)."""
+        if self._ledger is None:
+            return None
+        self._kept_given_up = self._num_given_up()
+        return self._scheduler.snapshot(now=self._clock())
 
     def _num_given_up(self) -> int:
         """Return how many requests ended without an iteration (lock held)."""
@@ -293,18 +299,27 @@ class Engine:
         self._backend.abort()
         if thread is not None:
             await asyncio.to_thread(thread.join, _JOIN_S)
-        with self._wakeup:
-            if self._event_log is not None:
-                self._event_log.close()
-                self._event_log = None
-            if self._ledger is not None:
-                self._keep_ledger()
-                self._ledger.close()
-                self._ledger = None
+        await self._close_books()
         if thread is not None and thread.is_alive():
             _LOGGER.warning("The backend does not come to an end; its memory is freed with the process")
             return
         self._backend.close()
+
+    async def _close_books(self) -> None:
+        """Let what was served be kept for the last time; close ledger and event log."""
+        courier, self._courier = self._courier, None
+        has_ended = True
+        if courier is not None:
+            with self._wakeup:
+                courier.leave(self._to_be_kept(), None)
+            has_ended = await asyncio.to_thread(courier.stop, _JOIN_S)
+        with self._wakeup:
+            if self._event_log is not None:
+                self._event_log.close()
+                self._event_log = None
+            if self._ledger is not None and has_ended:  # else the disk hangs, and closing would, too
+                self._ledger.close()
+            self._ledger = None
 
     # ---- what the server asks
 
@@ -857,11 +872,11 @@ class Engine:
                 IterationDone(results=tuple(results), seconds=outcome.seconds, aborted=outcome.aborted)
             )
             self._observer.iteration_done(self._scheduler, seconds=outcome.seconds, now=now)
-            self._keep_ledger()
+            snapshot = self._to_be_kept()
             self._last_iteration_at = now
         # A slow reader is cut by its own session; this bounds what lies between thread and event loop.
         is_paced = self._undelivered.acquire(timeout=_TICK_S)
-        self._hand_over(batch, is_paced=is_paced)
+        self._hand_over(batch, snapshot, is_paced=is_paced)
 
     def _observe_one(self, live: _Live, one: SequenceOutcome, batch: _Batch, *, now: float) -> SequenceResult:
         cached, live.cached_tokens = live.cached_tokens, None
@@ -1028,14 +1043,9 @@ class Engine:
 
     # ---- back in the event loop
 
-    def _hand_over(self, batch: _Batch, *, is_paced: bool = False) -> None:
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            return
-        try:
-            loop.call_soon_threadsafe(self._deliver, batch, is_paced)
-        except RuntimeError:
-            _LOGGER.debug("The event loop closed before the last results were delivered")
+    def _hand_over(self, batch: _Batch, snapshot: Any = None, *, is_paced: bool = False) -> None:
+        if self._courier is not None:
+            self._courier.leave(snapshot, partial(self._deliver, batch, is_paced))
 
     def _deliver(self, batch: _Batch, is_paced: bool) -> None:
         if is_paced:
@@ -1062,8 +1072,8 @@ class Engine:
                     self._tell(Ticked())
                     self._wakeup.notify()
                     self._bump()  # whoever waits has waited longer
-                if self._num_given_up() != self._kept_given_up:
-                    self._keep_ledger()  # no iteration has come since
+                if self._courier is not None and self._num_given_up() != self._kept_given_up:
+                    self._courier.leave(self._to_be_kept(), None)  # no iteration has come since
 
     def _watch(self) -> None:
         turn = self._turn if self._is_in_backend else None
