@@ -261,6 +261,7 @@ def _opened(settings: Settings) -> Backend:
                 max_sequences=model.max_sequences,
                 threads=model.threads,
                 requantise=model.requantise,
+                divided_cache=model.divided_cache,
                 progress=_progress,
             )
         case BackendName.EXLLAMAV2:

@@ -165,6 +165,7 @@ class ModelSettings:
     max_sequences: int = 16  #: requests that run at once
     threads: int | None = None  #: None: the backend's choice
     requantise: bool = True
+    divided_cache: bool = False  #: a part for each of max_sequences; llama.cpp only
     exllamav2: ExLlamaV2Settings = field(default_factory=ExLlamaV2Settings)
     max_iteration_s: float = 120.0  #: an iteration that lasts longer counts as hanging
 
@@ -393,6 +394,7 @@ _FILE: Final = table(
                 vol.Optional("max_sequences"): _SEQUENCES,
                 vol.Optional("threads"): _THREADS,
                 vol.Optional("requantise"): boolean,
+                vol.Optional("divided_cache"): boolean,
                 vol.Optional("exllamav2"): table(
                     {
                         vol.Optional("device"): member(DeviceName),
@@ -558,7 +560,10 @@ def _model(raw: Mapping[str, Any], base: Path) -> ModelSettings:
     if "path" in given:
         given["path"] = _located(given["path"], base)
     exllamav2 = _exllamav2(given.pop("exllamav2", {}), base)
-    return ModelSettings(**given, exllamav2=exllamav2)
+    settings = ModelSettings(**given, exllamav2=exllamav2)
+    if settings.divided_cache and settings.backend is not BackendName.LLAMA_CPP:
+        raise _BadTable('model.divided_cache is only for backend = "llama_cpp"')
+    return settings
 
 
 def _exllamav2(raw: Mapping[str, Any], base: Path) -> ExLlamaV2Settings:

@@ -108,6 +108,11 @@ class RequestHolder:
         return tuple(self._live)
 
     @property
+    def max_pinned(self) -> int:
+        """Prefixes that can be pinned at once."""
+        return self._max_pinned
+
+    @property
     def pinned_ids(self) -> tuple[RequestId, ...]:
         """The requests whose prompts are pinned prefixes."""
         return self._prefixes.pinned_ids

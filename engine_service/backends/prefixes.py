@@ -23,11 +23,17 @@ from engine_service.scheduling.model import RequestId
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stored:
-    """A sequence whose tokens are in the cache."""
+    """A sequence whose tokens are in the cache, or were saved to be copied there."""
 
-    sequence_id: int
+    sequence_id: int  #: -1: in no cells
     tokens: NDArray[np.int32]
     owner: RequestId | None = None  #: the preempted request it waits for
+    data: NDArray[np.uint8] | None = None  #: what the device needs to store it again, where it was saved
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it holds no cells."""
+        return self.data is not None
 
 
 def best_match(tokens: NDArray[np.int32], candidates: Iterable[Stored]) -> tuple[Stored | None, int]:
@@ -67,6 +73,11 @@ class PrefixStore:
     def pinned(self) -> tuple[Stored, ...]:
         """The pinned sequences (any thread)."""
         return self._pinned_view
+
+    @property
+    def pinned_sequence_ids(self) -> list[int]:
+        """The pinned sequences that hold cells."""
+        return [stored.sequence_id for stored in self._pinned_view if not stored.is_saved]
 
     @property
     def cached(self) -> tuple[Stored, ...]:
@@ -110,6 +121,10 @@ class PrefixStore:
     def keep(self, stored: Stored) -> None:
         """Cache a sequence as the most recently used one."""
         self._cached[stored.sequence_id] = stored
+
+    def take(self, sequence_id: int) -> None:
+        """Forget a cached sequence that a request goes on with."""
+        del self._cached[sequence_id]
 
     def touch(self, sequence_id: int) -> None:
         """Note that a cached sequence was of use."""

@@ -22,7 +22,7 @@ from engine_service.backends.parking import Parking
 from engine_service.backends.prefixes import Stored, best_match
 from engine_service.scheduling.model import RequestId
 
-_WORTH_FETCHING: Final = 32  #: tokens; fewer are computed again as fast
+WORTH_FETCHING: Final = 32  #: tokens; fewer are computed again as fast
 
 
 class CellStore(Protocol):
@@ -31,6 +31,11 @@ class CellStore(Protocol):
     @property
     def num_cells(self) -> int:
         """Slots in all."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Slots that one sequence may hold."""
         ...
 
     @property
@@ -73,19 +78,20 @@ class SequenceHolder(RequestHolder):
         vocabulary: Vocabulary,
         num_sequence_ids: int,
         max_sequences: int,
+        max_pinned: int,
         max_idle_cells: int,
         parking_bytes: int = 0,
     ) -> None:
-        """Use the store's sequences 0 to num_sequence_ids - 1; max_sequences of them are for requests.
+        """Use the store's sequences 0 to num_sequence_ids - 1; max_sequences requests may hold one.
 
         Finished sequences stay cached in at most max_idle_cells cells (the newest in any case); those given
         up there are parked in at most parking_bytes of host memory.
         """
         super().__init__(
             vocabulary=vocabulary,
-            num_slots=store.num_cells,
+            num_slots=store.longest,
             max_sequences=max_sequences,
-            max_pinned=num_sequence_ids - max_sequences,
+            max_pinned=max_pinned,
         )
         self._cells = store
         self._num_ids = num_sequence_ids
@@ -98,8 +104,7 @@ class SequenceHolder(RequestHolder):
     @property
     def num_cells_held(self) -> int:
         """Token slots held by requests and pinned prefixes; what is only cached does not count."""
-        ids = [live.sequence_id for live in self._live.values() if live.holds_cells]
-        return self._cells.num_held(ids + [stored.sequence_id for stored in self._prefixes.pinned])
+        return self._cells.num_held(self._ids_of_live() + self._prefixes.pinned_sequence_ids)
 
     @property
     def num_cells_cached(self) -> int:
@@ -128,7 +133,9 @@ class SequenceHolder(RequestHolder):
 
     def check(self) -> None:
         """Compare these accounts with what the device says it stores; raise AssertionError otherwise."""
-        expected = {stored.sequence_id: len(stored.tokens) for stored in self._prefixes}
+        expected = {
+            stored.sequence_id: len(stored.tokens) for stored in self._prefixes if not stored.is_saved
+        }
         expected |= {live.sequence_id: live.num_stored for live in self._live.values() if live.holds_cells}
         expected |= dict.fromkeys(self._free_ids, 0)
         if sorted(expected) != list(range(self._num_ids)):
@@ -185,12 +192,8 @@ class SequenceHolder(RequestHolder):
         cells are really shared and not held a second time.
         """
         self._check_reservation(live, reserved_tokens)
-        generation = live.generation
         sequence_id = self._take_id()
-        tokens = generation.tokens(0, min(generation.num_tokens - 1, reserved_tokens))
-        if generation.order.wants_embedding:
-            tokens = tokens[:0]  # what the model makes of every token is needed, and not kept anywhere
-            live.hidden_sum = None
+        tokens = self._tokens_to_find(live, reserved_tokens)
         pinned, num_pinned = self._prefixes.pinned_match(tokens)
         if pinned is not None:
             self._cells.share(pinned.sequence_id, sequence_id, 0, num_pinned)
@@ -205,6 +208,15 @@ class SequenceHolder(RequestHolder):
             self._free(fetched[0].sequence_id)  # what the request does not share of it stays parked
         live.sequence_id, live.reserved = sequence_id, reserved_tokens
         live.num_stored = max(num_pinned, num_shared)
+
+    @staticmethod
+    def _tokens_to_find(live: Live, reserved_tokens: int) -> NDArray[np.int32]:
+        """Return the tokens that may be stored already: all but one that the request has room for."""
+        generation = live.generation
+        if generation.order.wants_embedding:
+            live.hidden_sum = None
+            return generation.tokens(0, 0)  # what the model makes of every token is needed, and not kept
+        return generation.tokens(0, min(generation.num_tokens - 1, reserved_tokens))
 
     def _reusable(self) -> Iterator[Stored]:
         yield from reversed(self._prefixes.cached)
@@ -225,7 +237,7 @@ class SequenceHolder(RequestHolder):
         stored = self._prefixes.take_oldest()
         if stored is None:
             return False
-        if parks and self._parking.is_open and len(stored.tokens) >= _WORTH_FETCHING:
+        if parks and self._parking.is_open and len(stored.tokens) >= WORTH_FETCHING:
             data = self._cells.save(stored.sequence_id)
             if len(data):
                 self._parking.put(stored.tokens, data)
@@ -238,20 +250,25 @@ class SequenceHolder(RequestHolder):
         Nothing that is cached is given up for it: without free cells or ids there is no fetching.
         """
         parked, num_shared = self._parking.best_match(tokens)
-        if parked is None or num_shared < better_than + _WORTH_FETCHING:
+        if parked is None or num_shared < better_than + WORTH_FETCHING:
             return None
         if not self._free_ids or self._cells.num_free < len(parked.tokens):
             return None
         sequence_id = self._free_ids.pop()
         if not self._cells.load(sequence_id, parked.data, len(parked.tokens)):
-            self._free_ids.append(sequence_id)
+            self._give_back(sequence_id)
             return None
         self._parking.touch(parked)
         return Stored(sequence_id=sequence_id, tokens=parked.tokens), num_shared
 
     def _free(self, sequence_id: int) -> None:
         self._cells.cut(sequence_id, 0)
+        self._give_back(sequence_id)
+
+    def _give_back(self, sequence_id: int) -> None:
+        """Note that an id stores nothing; the least is taken first, so that those in use lie together."""
         self._free_ids.append(sequence_id)
+        self._free_ids.sort(reverse=True)
 
     def _pin(self, live: Live) -> None:
         """Keep the sequence with the prompt alone, as nobody's."""
@@ -275,6 +292,9 @@ class SequenceHolder(RequestHolder):
         else:
             self._keep(stored)
 
+    def _ids_of_live(self) -> list[int]:
+        return [live.sequence_id for live in self._live.values() if live.holds_cells]
+
     def _trim_cache(self) -> None:
         """Bound what idle cells cost: every row that is computed passes over all cells, its own or not."""
         while self._prefixes.num_ownerless > 1 and self._num_idle() > self._max_idle_cells:
@@ -282,8 +302,7 @@ class SequenceHolder(RequestHolder):
 
     def _num_idle(self) -> int:
         """Return the cells held by nothing but sequences of finished requests."""
-        ids = [live.sequence_id for live in self._live.values() if live.holds_cells]
-        ids += [stored.sequence_id for stored in self._prefixes.pinned]
+        ids = self._ids_of_live() + self._prefixes.pinned_sequence_ids
         ids += [stored.sequence_id for stored in self._prefixes.cached if stored.owner is not None]
         return self._cells.num_cells - self._cells.num_free - self._cells.num_held(ids)
 

@@ -183,6 +183,11 @@ class SlotStore:
         self._tables: dict[int, NDArray[np.int64]] = {}
 
     @property
+    def longest(self) -> int:
+        """Slots that one sequence may hold."""
+        return self.num_cells
+
+    @property
     def num_free(self) -> int:
         """Slots that hold nothing."""
         return len(self._free)
@@ -300,6 +305,7 @@ class SimulatedBackend(SequenceHolder):
             vocabulary=vocabulary,
             num_sequence_ids=4 * max_sequences,
             max_sequences=max_sequences,
+            max_pinned=3 * max_sequences,
             max_idle_cells=context_tokens // 8,
             parking_bytes=parking_bytes,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine_service.backends.llama_cpp.backend import LlamaCppBackend
+from engine_service.backends.llama_cpp.backend import DividedLlamaCppBackend, LlamaCppBackend
 from engine_service.backends.llama_cpp.binding import open_library
 from engine_service.backends.llama_cpp.model import Model
 from engine_service.backends.llama_cpp.provision import open_default_model
@@ -56,11 +56,25 @@ def llama_cpp_session(model: Model) -> LlamaCppBackend:
 @pytest.fixture
 def llama_cpp(llama_cpp_session: LlamaCppBackend) -> Iterator[LlamaCppBackend]:
     """The real backend, empty before and after the test."""
-    llama_cpp_session.drop_cache()
-    assert_empty(llama_cpp_session)
-    yield llama_cpp_session
-    llama_cpp_session.check()
-    forget_everything(llama_cpp_session)
+    yield from used_up(llama_cpp_session)
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_divided_session(model: Model) -> DividedLlamaCppBackend:
+    """The same with a cache of its own for every request, which is as long as the shared one."""
+    return DividedLlamaCppBackend(
+        model,
+        context_tokens=MAX_SEQUENCES * CONTEXT_TOKENS,
+        max_sequences=MAX_SEQUENCES,
+        threads=1,
+        micro_batch=32,
+    )
+
+
+@pytest.fixture
+def llama_cpp_divided(llama_cpp_divided_session: DividedLlamaCppBackend) -> Iterator[DividedLlamaCppBackend]:
+    """The real backend with a divided cache, empty before and after the test."""
+    yield from used_up(llama_cpp_divided_session)
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +105,9 @@ def exllamav2(echo_directory: Path) -> Iterator[AnyBackend]:
     backend.close()
 
 
-@pytest.fixture(params=["simulated", "llama_cpp", *(["exllamav2"] if HAS_EXLLAMAV2 else [])])
+@pytest.fixture(
+    params=["simulated", "llama_cpp", "llama_cpp_divided", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[AnyBackend]:
     """Every backend in turn."""
     if request.param != "simulated":
@@ -113,6 +129,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[AnyBackend]:
 def driver(backend: AnyBackend) -> Driver:
     """A driver of every backend in turn."""
     return Driver(backend)
+
+
+def used_up(backend: AnyBackend) -> Iterator[AnyBackend]:
+    """Yield an empty backend and see that it can be emptied again."""
+    backend.drop_cache()
+    assert_empty(backend)
+    yield backend
+    backend.check()
+    forget_everything(backend)
 
 
 def forget_everything(backend: AnyBackend) -> None:

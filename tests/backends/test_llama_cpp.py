@@ -21,7 +21,7 @@ from engine_service.backends.base import (
     StepOutcome,
 )
 from engine_service.backends.llama_cpp.backend import LlamaCppBackend
-from engine_service.backends.llama_cpp.binding import ABORTED, NO_ROOM
+from engine_service.backends.llama_cpp.binding import ABORTED, NO_ROOM, Batch, Library
 from engine_service.backends.llama_cpp.model import Model
 from engine_service.scheduling.model import PreemptionMode, RequestId
 from tests.backends.driver import GREEDY, Driver, assert_same_but_near_ties
@@ -482,6 +482,27 @@ def test_embeddings_beside_and_before_it_do_not_change_a_text(real: Driver) -> N
         return token_ids
 
     assert written(beside=True) == written(beside=False)
+
+
+def test_short_prompts_are_not_divided_over_passes(real: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of unequally long pieces would be computed apart."""
+    passes: list[int] = []
+    decode = Library.decode
+
+    def counted(library: Library, context: int, batch: Batch) -> int:
+        passes.append(batch.n_tokens)
+        return decode(library, context, batch)
+
+    monkeypatch.setattr(Library, "decode", counted)
+    for number in range(3):
+        real.admit(real.order(f"r{number}", (5, 40 + number, *range(60, 78)), 2))
+    real.step(chunks={"r0": 20, "r1": 20, "r2": 20})
+    assert passes == [20, 20, 20], "with micro-batches of 32 rows"
+    real.finish("r0", "r1", "r2")
+    real.admit(real.order("long", range(100, 170), 1))
+    passes.clear()
+    real.step(chunks={"long": 70})
+    assert passes == [32, 32, 6]
 
 
 def test_a_sweep_of_embeddings_drives_no_conversation_out(real: Driver) -> None:

@@ -174,6 +174,10 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
             "[residents.alice]\nwheight = 1",
             "residents.alice: wheight is not a known field; did you mean 'weight'?",
         ),
+        (
+            "[model]\nbackend = 'simulated'\ndivided_cache = true",
+            'model.divided_cache is only for backend = "llama_cpp"',
+        ),
         ("[log]\nlevel = 'loud'", "log.level must be one of debug, info, warning, error, not 'loud'"),
         ("[server\nport = 1", "is not valid TOML"),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from engine_service.backends.base import (
     StepOutcome,
     Tokenizer,
 )
+from engine_service.backends.divided import DividedHolder
 from engine_service.backends.generation import Matcher, Vocabulary
 from engine_service.backends.grammar import GrammarCompiler
 from engine_service.backends.holding import Part
@@ -52,7 +53,9 @@ class _Pace:
 
 
 class LlamaCppBackend(SequenceHolder):
-    """One GGUF model on the CPU."""
+    """One GGUF model on the CPU; requests share one cache."""
+
+    _is_divided: ClassVar = False
 
     def __init__(
         self,
@@ -71,12 +74,17 @@ class LlamaCppBackend(SequenceHolder):
         if the cache cannot be had, ValueError for counts that cannot be.
         """
         _check_counts(context_tokens=context_tokens, max_sequences=max_sequences, threads=threads)
-        num_ids = min(_MAX_SEQUENCE_IDS, max(_MIN_SEQUENCE_IDS, 3 * max_sequences))
+        num_ids = max_sequences if self._is_divided else _num_shared_ids(max_sequences)
         self._model = model
         self._micro_batch = micro_batch
         self._prompt_pace, self._embedding_pace = _Pace(), _Pace()
         self._context = Context(
-            model, num_cells=context_tokens, num_sequences=num_ids, micro_batch=micro_batch, threads=threads
+            model,
+            num_cells=context_tokens,
+            num_sequences=num_ids,
+            micro_batch=micro_batch,
+            threads=threads,
+            is_divided=self._is_divided,
         )
         self._tokenizer = ModelTokenizer(model)
         self._grammars = GrammarCompiler(model.vocab_size, model.grammar_tokenizer, in_use=model.in_use)
@@ -93,18 +101,19 @@ class LlamaCppBackend(SequenceHolder):
             vocabulary=vocabulary,
             num_sequence_ids=num_ids,
             max_sequences=max_sequences,
-            max_idle_cells=self._context.num_cells // _IDLE_PART,
+            max_pinned=_num_shared_ids(max_sequences) - max_sequences,
+            max_idle_cells=self._context.num_cells // (1 if self._is_divided else _IDLE_PART),
             parking_bytes=parking_bytes,
         )
 
     def _describe_capacity(self, max_sequences: int) -> Capacity:
-        num_cells = self._context.num_cells
+        num_cells, longest = self._context.num_cells, self._context.longest
         trained = self._model.library.trained_context(self._model.handle)
         return Capacity(
             num_pages=num_cells // PAGE_TOKENS,
             page_tokens=PAGE_TOKENS,
             max_sequences=max_sequences,
-            max_context_tokens=min(num_cells, trained) if trained > 0 else num_cells,
+            max_context_tokens=min(longest, trained) if trained > 0 else longest,
             row_multiple=self._micro_batch,
             can_abort=True,
         )
@@ -172,7 +181,7 @@ class LlamaCppBackend(SequenceHolder):
             self._run(num_tokens)
             self._context.append(sequence_id, num_tokens)
             self._context.cut(sequence_id, 0)
-        self._free_ids.append(sequence_id)
+        self._give_back(sequence_id)
 
     # -- an iteration ----------------------------------------------------------------------------------
 
@@ -260,7 +269,12 @@ class LlamaCppBackend(SequenceHolder):
         return replace(outcome, embedding=tuple((total / length).tolist()))
 
     def _compute(self, pieces: list[tuple[Part, int]], *, expected_s: float | None = None) -> int:
-        """Compute so many more tokens of each part in one llama_decode; return 0 or ABORTED."""
+        """Compute so many more tokens of each part in one llama_decode; return 0 or ABORTED.
+
+        Sorts the pieces: llama.cpp computes sequences of a divided cache together only where each number
+        follows the last.
+        """
+        pieces.sort(key=lambda piece: piece[0].live.sequence_id)
         self._compose(pieces)
         code = self._run(sum([size for _, size in pieces]), expected_s=expected_s)
         if code == 0:
@@ -311,12 +325,28 @@ class LlamaCppBackend(SequenceHolder):
         return code
 
 
+class DividedLlamaCppBackend(DividedHolder, LlamaCppBackend):
+    """One GGUF model on the CPU; each request that runs has an equal part of the cache."""
+
+    _is_divided = True
+
+
+def _num_shared_ids(max_sequences: int) -> int:
+    return min(_MAX_SEQUENCE_IDS, max(_MIN_SEQUENCE_IDS, 3 * max_sequences))
+
+
 def _micro_batches(parts: list[Part], size: int) -> Iterator[list[tuple[Part, int]]]:
-    """Divide the parts' tokens, in order, into lists of (part, tokens) of at most size tokens together."""
+    """Divide the parts' tokens, in order, into lists of (part, tokens) of at most size tokens together.
+
+    What fits in one list is not divided over two: rows of unequally long pieces are computed apart.
+    """
     pieces: list[tuple[Part, int]] = []
     room = size
     for part in parts:
         left = part.num_tokens
+        if room < left <= size:
+            yield pieces
+            pieces, room = [], size
         while left:
             taken = min(left, room)
             pieces.append((part, taken))

@@ -405,14 +405,21 @@ class Library:
     # -- context ---------------------------------------------------------------------------------------
 
     def open_context(
-        self, model: int, *, num_cells: int, num_sequences: int, micro_batch: int, threads: int
+        self,
+        model: int,
+        *,
+        num_cells: int,
+        num_sequences: int,
+        micro_batch: int,
+        threads: int,
+        is_divided: bool,
     ) -> int | None:
-        """Make a context with one unified cache of num_cells token slots; None if refused."""
+        """Make a context with num_cells token slots, shared or a part for each sequence; None if refused."""
         params = self._lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = num_cells, num_cells, micro_batch
         params.n_seq_max = num_sequences
         params.n_threads = params.n_threads_batch = threads
-        params.kv_unified, params.flash_attn_type = True, _FLASH_ATTENTION_ON
+        params.kv_unified, params.flash_attn_type = not is_divided, _FLASH_ATTENTION_ON
         params.offload_kqv = params.op_offload = False
         handle: int | None = self._lib.llama_init_from_model(model, params)
         return handle

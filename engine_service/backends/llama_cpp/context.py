@@ -26,12 +26,22 @@ _PATIENCE_S: Final = 0.05
 
 
 class Context:
-    """The unified cache of one model and the batch that is composed for it."""
+    """The cache of one model and the batch that is composed for it."""
 
     def __init__(
-        self, model: Model, *, num_cells: int, num_sequences: int, micro_batch: int, threads: int
+        self,
+        model: Model,
+        *,
+        num_cells: int,
+        num_sequences: int,
+        micro_batch: int,
+        threads: int,
+        is_divided: bool = False,
     ) -> None:
-        """Allocate the cache; raise ModelError if llama.cpp refuses (for lack of memory, as a rule)."""
+        """Allocate the cache; raise ModelError if llama.cpp refuses (for lack of memory, as a rule).
+
+        is_divided gives each sequence an equal part of the cells, which `share` cannot share.
+        """
         library = model.library
         with library.fresh_log():
             handle = library.open_context(
@@ -40,6 +50,7 @@ class Context:
                 num_sequences=num_sequences,
                 micro_batch=micro_batch,
                 threads=threads,
+                is_divided=is_divided,
             )
             if not handle:
                 raise ModelError(f"{model.path}: no cache of {num_cells} tokens: {library.recent_log()}")
@@ -47,6 +58,7 @@ class Context:
         self._hidden_size = library.hidden_size(model.handle)
         self._memory = library.memory(handle)
         self.num_cells = library.num_cells(handle)
+        self.longest = self.num_cells // num_sequences if is_divided else self.num_cells
         self.cells = CellAccounts()
         self._allocate_batch()
         self._abort_flag = ctypes.create_string_buffer(2)

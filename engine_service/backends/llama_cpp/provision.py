@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from engine_service.backends.base import ModelError
-from engine_service.backends.llama_cpp.backend import LlamaCppBackend
+from engine_service.backends.llama_cpp.backend import DividedLlamaCppBackend, LlamaCppBackend
 from engine_service.backends.llama_cpp.binding import Library, open_library
 from engine_service.backends.llama_cpp.model import Model, check_is_gguf
 
@@ -47,13 +47,15 @@ def open_backend(
     max_sequences: int = 16,
     threads: int | None = None,
     requantise: bool = True,
+    divided_cache: bool = False,
     progress: Callable[[str], None],
 ) -> LlamaCppBackend:
     """Open a GGUF file (None: the default model) and return a backend that has computed once.
 
     threads None is one less than there are processors: a second thread on a busy two-processor machine makes
-    decoding slower, not faster. requantise concerns the default model only. progress gets one plain sentence
-    per step. Raises ModelError that says what is wrong and what would be right.
+    decoding slower, not faster. requantise concerns the default model only. With divided_cache a request can
+    be context_tokens / max_sequences long, and computes faster. progress gets one plain sentence per step.
+    Raises ModelError that says what is wrong and what would be right.
     """
     library = open_library()
     num_threads = max(1, (os.cpu_count() or 2) - 1) if threads is None else threads
@@ -63,7 +65,8 @@ def open_backend(
     else:
         model = open_default_model(library, cache_dir, requantise=requantise, progress=progress)
     try:
-        backend = LlamaCppBackend(
+        kind = DividedLlamaCppBackend if divided_cache else LlamaCppBackend
+        backend = kind(
             model,
             context_tokens=context_tokens,
             max_sequences=max_sequences,
@@ -77,6 +80,7 @@ def open_backend(
     progress(
         f"{backend.info.name} is ready after {time.perf_counter() - started:.1f} s: {model.path}, "
         f"{backend.capacity.num_pages} pages of {backend.capacity.page_tokens} tokens, "
+        f"{backend.capacity.max_context_tokens} tokens per request at most, "
         f"{num_threads} thread(s), {library.provider.package} {library.provider.version}"
     )
     return backend

@@ -22,8 +22,9 @@ _IDLE_WITHIN_S: Final = 30.0
 _ATTEMPTS: Final = 3
 _USABLE: Final = 1.1
 
-# The same number of slots for both: none is held free for speech, so that speech has to take one.
-_NO_SLOT_APART: Final = "[policy]\nvoice_headroom_sequences = 0\n"
+# The same number of slots for both: none is held free for speech, so that speech has to take one. And the
+# same cache: one for all requests, or a part for each.
+_OUR_CONFIG: Final = "[policy]\nvoice_headroom_sequences = 0\n[model]\ndivided_cache = {divided}\n"
 
 
 def tried_settings(slots: int) -> tuple[PeerSetting, ...]:
@@ -86,7 +87,7 @@ class Bench:
 
     async def streams(self, setting: PeerSetting, num_clients: int, repeats: int) -> list[Pair]:
         """Return tokens per second of both for that many clients at once."""
-        async with peer(self.common, setting) as theirs, self._ours(setting.slots) as own:
+        async with peer(self.common, setting) as theirs, self._ours(setting) as own:
             for server in (theirs, own):  # memory is touched and the code is warm
                 await several_streams(server, self.prompts, next(self._runs), num_clients)
 
@@ -102,7 +103,7 @@ class Bench:
         """Return the mix on both, with a warm prefix on both."""
         pairs = []
         all_chat = self.prompts.all_chat()
-        async with peer(self.common, setting) as theirs, self._ours(setting.slots) as own:
+        async with peer(self.common, setting) as theirs, self._ours(setting) as own:
             for _ in range(repeats):
                 await warm_prefix(theirs, self.prompts, next(self._runs), pins=False)
                 their = await self._calm([theirs], lambda: mixed(theirs, self.prompts, next(self._runs)))
@@ -115,8 +116,10 @@ class Bench:
                 self.say(f"  makespan {their.makespan_s:.1f} s and {mine.makespan_s:.1f} s")
         return pairs
 
-    def _ours(self, slots: int) -> Server:
-        return ours(self.common, self.python, slots=slots, title=f"ours-{slots}", config=_NO_SLOT_APART)
+    def _ours(self, setting: PeerSetting) -> Server:
+        config = _OUR_CONFIG.format(divided=str(not setting.unified).lower())
+        title = f"ours-{setting.slots}"
+        return ours(self.common, self.python, slots=setting.slots, title=title, config=config)
 
     async def _calm(self, servers: Sequence[Server], run: Callable[[], Awaitable[T]]) -> T:
         """Run until an attempt was left in peace, a few times at most; return the least disturbed.
