@@ -83,3 +83,20 @@ def test_parts_that_do_not_lie_side_by_side_are_computed_together(parts: Driver)
     parts.backend.release(rid("between"))
     parts.finish("last", "first")
     assert parts.outputs[rid("first")].text == parts.outputs[rid("last")].text == reference.text
+
+
+def test_texts_embedded_side_by_side_are_what_each_is_alone(parts: Driver) -> None:
+    """llama.cpp computes unequally long pieces apart, in an order of its own."""
+    texts = {"short": (5, 6, 7, 8), "other": (9, 10, 11, 12, 13, 14, 15), "long": tuple(range(20, 40))}
+
+    def embedded(*names: str) -> dict[str, tuple[float, ...]]:
+        for name in names:
+            order = parts.order(name, texts[name], 0, wants_embedding=True)
+            assert parts.admit(order) == 0
+        outcomes = parts.step(chunks={name: len(texts[name]) for name in names}).outcomes
+        return {str(one.request_id): one.embedding for one in outcomes if one.embedding is not None}
+
+    together = embedded("short", "other", "long")
+    for name in texts:
+        assert embedded(name)[name] == pytest.approx(together[name], abs=1e-5)
+    assert together["short"] != pytest.approx(together["other"], abs=1e-2)
