@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import pytest
 
 from engine_service.backends.base import GenerationOrder, Sampling
-from engine_service.backends.llama_cpp.backend import LlamaCppBackend
+from engine_service.backends.divided import DividedHolder
+from engine_service.backends.llama_cpp.backend import DividedLlamaCppBackend, LlamaCppBackend
 from engine_service.backends.llama_cpp.model import Model
 from engine_service.backends.simulated import SimulatedBackend
 from engine_service.scheduling.model import PreemptionMode, RequestId
@@ -55,6 +56,8 @@ class Fuzz:
     def room(self) -> int:
         """Return the cells that nothing is promised to."""
         held = sum(p.reserved - p.shared for p in self.promises.values() if not p.is_preempted)
+        if isinstance(self.backend, DividedHolder):  # everybody has a copy of what is pinned
+            held = sum(p.reserved for p in self.promises.values() if not p.is_preempted)
         return CELLS - held - sum(self.pinned.values())
 
     def num_running(self) -> int:
@@ -221,20 +224,29 @@ def live_simulated(seed: int, *, num_steps: int) -> None:
         assert fuzz.driver.outputs[order.request_id].text == alone.text
 
 
+KINDS = (LlamaCppBackend, DividedLlamaCppBackend)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [1])
-def test_no_random_life_breaks_a_promise_llama_cpp(model: Model, seed: int) -> None:
-    live_llama_cpp(model, seed, num_steps=140)
+def test_no_random_life_breaks_a_promise_llama_cpp(
+    model: Model, kind: type[LlamaCppBackend], seed: int
+) -> None:
+    live_llama_cpp(model, kind, seed, num_steps=140)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(200, 206))
-def test_no_random_life_breaks_a_promise_llama_cpp_long(model: Model, seed: int) -> None:
-    live_llama_cpp(model, seed, num_steps=800)
+def test_no_random_life_breaks_a_promise_llama_cpp_long(
+    model: Model, kind: type[LlamaCppBackend], seed: int
+) -> None:
+    live_llama_cpp(model, kind, seed, num_steps=800)
 
 
-def live_llama_cpp(model: Model, seed: int, *, num_steps: int) -> None:
+def live_llama_cpp(model: Model, kind: type[LlamaCppBackend], seed: int, *, num_steps: int) -> None:
     """Cells are refilled in any order here, which changes rounding: texts are compared up to near ties."""
-    backend = LlamaCppBackend(
+    backend = kind(
         Model(model.library, model.path),
         context_tokens=CELLS,
         max_sequences=MAX_SEQUENCES,

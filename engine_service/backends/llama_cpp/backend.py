@@ -252,7 +252,7 @@ class LlamaCppBackend(SequenceHolder):
         if hidden is None:
             raise BackendError("llama.cpp computed the iteration but returned no embeddings")
         row = 0
-        for part, size in pieces:
+        for part, size in _by_sequence(pieces):
             total = hidden[row : row + size].sum(axis=0, dtype=np.float64)
             before = part.live.hidden_sum
             part.live.hidden_sum = total if before is None else before + total
@@ -269,13 +269,8 @@ class LlamaCppBackend(SequenceHolder):
         return replace(outcome, embedding=tuple((total / length).tolist()))
 
     def _compute(self, pieces: list[tuple[Part, int]], *, expected_s: float | None = None) -> int:
-        """Compute so many more tokens of each part in one llama_decode; return 0 or ABORTED.
-
-        Sorts the pieces: llama.cpp computes sequences of a divided cache together only where each number
-        follows the last.
-        """
-        pieces.sort(key=lambda piece: piece[0].live.sequence_id)
-        self._compose(pieces)
+        """Compute so many more tokens of each part in one llama_decode; return 0 or ABORTED."""
+        self._compose(_by_sequence(pieces))
         code = self._run(sum([size for _, size in pieces]), expected_s=expected_s)
         if code == 0:
             for part, size in pieces:
@@ -333,6 +328,14 @@ class DividedLlamaCppBackend(DividedHolder, LlamaCppBackend):
 
 def _num_shared_ids(max_sequences: int) -> int:
     return min(_MAX_SEQUENCE_IDS, max(_MIN_SEQUENCE_IDS, 3 * max_sequences))
+
+
+def _by_sequence(pieces: list[tuple[Part, int]]) -> list[tuple[Part, int]]:
+    """Return the pieces in the order of their rows.
+
+    llama.cpp computes sequences of a divided cache together only where each number follows the last.
+    """
+    return sorted(pieces, key=lambda piece: piece[0].live.sequence_id)
 
 
 def _micro_batches(parts: list[Part], size: int) -> Iterator[list[tuple[Part, int]]]:
