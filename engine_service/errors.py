@@ -129,7 +129,7 @@ class PromptTooLong(EngineError):
 
 
 class QuotaExhausted(EngineError):
-    """The resident's tokens of the day or of its rolling window are spent."""
+    """The resident's tokens of the day or of its rolling window are spent; param names the limit."""
 
     code = "quota_exhausted"
     http_status = 429

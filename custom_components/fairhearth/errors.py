@@ -6,6 +6,7 @@ spoken answer names the cause; what only the engine can word is passed on as a p
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from homeassistant.core import HomeAssistant
@@ -38,6 +39,12 @@ from .engine_client import (
     UnknownResident,
 )
 
+QUOTA_KEY: Final = "quota_exhausted"
+"""Where the engine does not say which limit of the resident is spent."""
+
+_LIMITS: Final = {"daily_tokens": "quota_exhausted_today", "rolling_tokens": "quota_exhausted_lately"}
+"""By the limit that the engine names."""
+
 _KEYS: Final[dict[type[EngineError], str]] = {
     CannotConnect: "cannot_connect",
     ProtocolError: "protocol_error",
@@ -48,7 +55,7 @@ _KEYS: Final[dict[type[EngineError], str]] = {
     UnknownModel: "unknown_model",
     PromptTooLong: "prompt_too_long",
     RequestTooLarge: "prompt_too_long",
-    QuotaExhausted: "quota_exhausted",
+    QuotaExhausted: QUOTA_KEY,
     TooManyRequests: "too_many_requests",
     TooManyFailures: "too_many_failures",
     QueueFull: "queue_full",
@@ -65,7 +72,8 @@ _KEYS: Final[dict[type[EngineError], str]] = {
 
 def translation_key(err: EngineError) -> str:
     """Return the key in `exceptions` of the translations that fits the error."""
-    return _KEYS.get(type(err), "engine_error")
+    key = _KEYS.get(type(err), "engine_error")
+    return _LIMITS.get(err.param or "", key) if key == QUOTA_KEY else key
 
 
 def as_home_assistant_error(
@@ -75,8 +83,13 @@ def as_home_assistant_error(
     return kind(
         translation_domain=DOMAIN,
         translation_key=translation_key(err),
-        translation_placeholders={"message": err.message},
+        translation_placeholders={"message": err.message, "minutes": _minutes(err.retry_after_s)},
     )
+
+
+def _minutes(seconds: float | None) -> str:
+    """Return whole minutes, rounded up so that nobody comes back too early."""
+    return "?" if seconds is None else str(max(1, math.ceil(seconds / 60)))
 
 
 async def async_localized(hass: HomeAssistant, err: HomeAssistantError, language: str) -> str:

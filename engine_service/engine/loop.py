@@ -576,7 +576,15 @@ class Engine:
                 )
             case RejectReason.QUOTA_EXHAUSTED:
                 return QuotaExhausted(
-                    f"the tokens of '{request.resident_id}' are used up for now", retry_after_s=retry
+                    f"the tokens of '{request.resident_id}' for today are used up",
+                    param="daily_tokens",
+                    retry_after_s=retry,
+                )
+            case RejectReason.ROLLING_EXHAUSTED:
+                return QuotaExhausted(
+                    f"the tokens of '{request.resident_id}' are used up for now",
+                    param="rolling_tokens",
+                    retry_after_s=retry,
                 )
             case RejectReason.TOO_MANY_REQUESTS:
                 return TooManyRequests(

@@ -105,7 +105,8 @@ class RejectReason(StrEnum):
     OUTPUT_TOO_LONG = "output_too_long"
     NEVER_FITS = "never_fits"
     UNKNOWN_RESIDENT = "unknown_resident"
-    QUOTA_EXHAUSTED = "quota_exhausted"
+    QUOTA_EXHAUSTED = "quota_exhausted"  #: of the day
+    ROLLING_EXHAUSTED = "rolling_exhausted"  #: the quota of the rolling window
     TOO_MANY_REQUESTS = "too_many_requests"
     QUEUE_FULL = "queue_full"
     DUPLICATE_REQUEST = "duplicate_request"

@@ -250,7 +250,7 @@ class Scheduler:
             return reject(RejectReason.QUOTA_EXHAUSTED, 0, state.quota.resets_in_s(now=now))
         refused_for_s = state.rolling.refused_for_s(request.resident_id, now=now)
         if refused_for_s is not None:
-            return reject(RejectReason.QUOTA_EXHAUSTED, 0, refused_for_s)
+            return reject(RejectReason.ROLLING_EXHAUSTED, 0, refused_for_s)
         num_waiting = state.num_waiting.get(request.resident_id, 0) + state.num_set_aside(request.resident_id)
         if num_waiting >= resident.max_waiting:
             return self._queue_is_full(

@@ -58,7 +58,12 @@ class Baseline(Scheduler):
     def _refusal(self, record: Record, *, now: float) -> Reject | None:
         """Refuse what cannot run at all; queues have no limits here."""
         refused = super()._refusal(record, now=now)
-        limits = (RejectReason.TOO_MANY_REQUESTS, RejectReason.QUEUE_FULL, RejectReason.QUOTA_EXHAUSTED)
+        limits = (
+            RejectReason.TOO_MANY_REQUESTS,
+            RejectReason.QUEUE_FULL,
+            RejectReason.QUOTA_EXHAUSTED,
+            RejectReason.ROLLING_EXHAUSTED,
+        )
         return None if refused is not None and refused.reason in limits else refused
 
     def _plan(self, *, now: float) -> list[Decision]:

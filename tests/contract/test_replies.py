@@ -118,7 +118,12 @@ def test_an_error_in_a_stream_is_the_golden_one() -> None:
                 "there is no resident 'bob'; known are alice, guest, house", param="fairhearth.resident"
             ),
         ),
-        ("error_rate_limit", errors.QuotaExhausted("the tokens of today are spent", retry_after_s=3600.5)),
+        (
+            "error_rate_limit",
+            errors.QuotaExhausted(
+                "the tokens of today are spent", param="daily_tokens", retry_after_s=3600.5
+            ),
+        ),
     ],
 )
 def test_an_error_is_the_golden_one(name: str, error: errors.EngineError) -> None:

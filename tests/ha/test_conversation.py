@@ -153,13 +153,21 @@ async def converse(hass: HomeAssistant, text: str, **options: Any) -> conversati
     ("refusal", "spoken"),
     [
         (sent.QueueFull("500 are waiting"), "Too much is waiting at the engine"),
-        (sent.QuotaExhausted("come back tomorrow"), "Today's tokens are spent: come back tomorrow"),
+        (sent.QuotaExhausted("none left"), "The tokens are spent for now: none left"),
+        (
+            sent.QuotaExhausted("none left", param="daily_tokens", retry_after_s=40_000.0),
+            "Today's tokens are spent. Tomorrow there are new ones. (none left)",
+        ),
+        (
+            sent.QuotaExhausted("none left", param="rolling_tokens", retry_after_s=601.0),
+            "Minutes until there are some again: 11. (none left)",
+        ),
         (sent.PromptTooLong("9000 of 8192"), "The request is too long for the model: 9000 of 8192"),
         (sent.EngineStopping("stopping"), "The engine is starting or stopping"),
         (sent.TooManyRequests("64 wait"), "Too many of this resident's requests are waiting"),
         (sent.UnknownModel("no such model"), "The engine does not have this model"),
     ],
-    ids=lambda value: getattr(value, "code", ""),
+    ids=lambda value: f"{value.code} {value.param or ''}" if isinstance(value, sent.EngineError) else "",
 )
 async def test_a_refusal_is_spoken_with_its_cause(
     hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry, refusal: sent.EngineError, spoken: str

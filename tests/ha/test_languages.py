@@ -12,9 +12,10 @@ import pytest
 from pytest_homeassistant_custom_component.common import MockConfigEntry
 
 import custom_components.fairhearth
+from engine_service.errors import QuotaExhausted
 from homeassistant.components import conversation
 from homeassistant.core import Context, HomeAssistant
-from tests.ha.fake_engine import Answer, FakeEngine, refusal
+from tests.ha.fake_engine import Answer, FakeEngine
 
 FOLDER = Path(custom_components.fairhearth.__file__).parent / "translations"
 LANGUAGES = ("de", "ja", "sv")
@@ -73,19 +74,20 @@ def test_what_is_said_to_someone_who_waits_is_long_enough_to_be_spoken_at_once(l
 
 
 @pytest.mark.parametrize(
-    ("language", "spoken"),
+    ("language", "today", "lately"),
     [
-        ("sv", "Dagens token är slut: come back tomorrow"),
-        ("ja", "今日のトークンは使い切りました：come back tomorrow"),
-        ("de", "Die Token für heute sind verbraucht: come back tomorrow"),
-        ("fi", "Today's tokens are spent: come back tomorrow"),
+        ("sv", "Dagens token är slut.", "Minuter tills det finns några igen: 2."),
+        ("ja", "今日のトークンは使い切りました。", "約2分後にまた使えるようになります。"),
+        ("de", "Die Token für heute sind verbraucht.", "Minuten, bis es wieder welche gibt: 2."),
+        ("fi", "Today's tokens are spent.", "Minutes until there are some again: 2."),
     ],
 )
 async def test_an_error_is_spoken_in_the_language_of_whoever_asked(
-    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry, language: str, spoken: str
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry, language: str, today: str, lately: str
 ) -> None:
-    engine.answers.append(Answer(refusal=refusal("quota_exhausted", "come back tomorrow", 429)))
-    result = await conversation.async_converse(
-        hass, "?", None, Context(), agent_id="conversation.agent", language=language
-    )
-    assert result.response.speech["plain"]["speech"] == spoken
+    for param, spoken in (("daily_tokens", today), ("rolling_tokens", lately)):
+        engine.answers.append(Answer(refusal=QuotaExhausted("none left", param=param, retry_after_s=90.0)))
+        result = await conversation.async_converse(
+            hass, "?", None, Context(), agent_id="conversation.agent", language=language
+        )
+        assert spoken in result.response.speech["plain"]["speech"]

@@ -60,7 +60,8 @@ def test_every_entity_has_a_name_and_an_icon() -> None:
 
 def test_every_error_has_a_text_and_every_text_an_error() -> None:
     spoken = set(re.findall(r'async_text\(self\.hass, "(\w+)"', SOURCE["conversation.py"]))
-    raised = literal_exception_keys() | set(errors._KEYS.values()) | {"engine_error"} | spoken
+    by_class = set(errors._KEYS.values()) | set(errors._LIMITS.values()) | {"engine_error"}
+    raised = literal_exception_keys() | by_class | spoken
     assert TEXTS["exceptions"].keys() == raised
 
 

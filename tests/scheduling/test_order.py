@@ -268,7 +268,7 @@ def test_a_spent_rolling_quota_opens_again_as_the_window_moves_on() -> None:
     home.ask("soft", "chat", 200, 10)
     home.run_dry()
     refused = home.rejected[home.ask("hard", "chat", 20, 5)]
-    assert refused.reason == "quota_exhausted"
+    assert refused.reason == "rolling_exhausted"
     assert refused.retry_after_s is not None
     assert 50.0 < refused.retry_after_s <= 62.5
     running = home.ask("bob", "chat", 64, 40)

@@ -176,14 +176,25 @@ async def test_residents_of_the_api_outlive_a_restart_and_win_over_the_file(star
         assert (await home.chat(max_tokens=1, fairhearth={"resident": "bob"})).status == 200
 
 
-async def test_a_rolling_limit_refuses_and_says_when_it_accepts_again(home: Household) -> None:
-    await home.ask("PUT", "/v1/residents/bob", {"rolling_tokens": 5, "rolling_is_hard": True})
+@pytest.mark.parametrize(
+    ("limit", "most_s", "is_of_today"),
+    [
+        ({"daily_tokens": 5, "daily_is_hard": True}, 25 * 3600, True),
+        ({"rolling_tokens": 5, "rolling_is_hard": True}, 3600, False),
+    ],
+    ids=["of the day", "of the window"],
+)
+async def test_a_spent_limit_is_named_and_says_when_it_accepts_again(
+    home: Household, limit: dict[str, Any], most_s: float, is_of_today: bool
+) -> None:
+    await home.ask("PUT", "/v1/residents/bob", limit)
     caller = {"resident": "bob"}
     assert (await home.chat(max_tokens=2, fairhearth=caller)).status == 200
     refused = await home.chat(max_tokens=2, fairhearth=caller)
     assert (refused.status, refused.error["code"]) == (429, "quota_exhausted")
-    assert 0 < float(refused.headers["Retry-After"]) <= 3600
-    assert "today" not in refused.error["message"]
+    assert refused.error["param"] == next(iter(limit))
+    assert 0 < float(refused.headers["Retry-After"]) <= most_s
+    assert ("today" in refused.error["message"]) is is_of_today
 
 
 async def test_a_prefix_is_computed_once_and_spares_later_prompts_its_tokens(home: Household) -> None:

@@ -134,7 +134,7 @@ class PromptTooLong(EngineError):
 
 
 class QuotaExhausted(EngineError):
-    """The resident's tokens of today are spent."""
+    """The resident's tokens are spent; `param` names the limit, `daily_tokens` or `rolling_tokens`."""
 
     code = "quota_exhausted"
 
