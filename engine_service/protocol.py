@@ -183,6 +183,7 @@ class ChatRequest:
     tool_choice: str | None = None  #: auto, none, required
     named_tool: str | None = None  #: the one tool that must be called
     response_format: ResponseFormat | None = None
+    thinking: bool | None = None  #: whether the model may think first, where its template has a switch
     options: Options = field(default_factory=Options)
 
     def as_wire(self) -> dict[str, Any]:
@@ -192,6 +193,7 @@ class ChatRequest:
             "tools": [tool.as_wire() for tool in self.tools] or None,
             "tool_choice": self._choice_as_wire(),
             "response_format": self.response_format.as_wire() if self.response_format else None,
+            "chat_template_kwargs": _switches_as_wire(self.thinking),
         }
         if self.options.num_logprobs is not None:
             sent |= {"logprobs": True, "top_logprobs": self.options.num_logprobs}
@@ -228,11 +230,15 @@ class PrefixRequest:
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
+    thinking: bool | None = None  #: as in the chat requests that are to come
 
     def as_wire(self) -> dict[str, Any]:
         """Return the request as it is sent."""
-        tools = {"tools": [tool.as_wire() for tool in self.tools] or None}
-        return {"messages": [message.as_wire() for message in self.messages]} | _without_none(tools)
+        optional = {
+            "tools": [tool.as_wire() for tool in self.tools] or None,
+            "chat_template_kwargs": _switches_as_wire(self.thinking),
+        }
+        return {"messages": [message.as_wire() for message in self.messages]} | _without_none(optional)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +380,10 @@ class PairRequest:
     def as_wire(self) -> dict[str, Any]:
         """Return the request as it is sent."""
         return {"code": self.code, "name": self.name}
+
+
+def _switches_as_wire(thinking: bool | None) -> dict[str, bool] | None:
+    return None if thinking is None else {"enable_thinking": thinking}
 
 
 def _without_none(sent: Json) -> dict[str, Any]:
@@ -707,6 +717,17 @@ UNUSED: Final = (
 
 _UNUSED_FIELDS: Final = {vol.Optional(name): _unused for name in UNUSED}
 
+_SWITCHES: Final = table({vol.Optional("enable_thinking"): or_none(boolean)})
+
+
+def _template_kwargs(value: Any) -> bool | None:
+    """Return whether the model may think first; None leaves it to its template."""
+    switched: bool | None = _SWITCHES(value).get("enable_thinking")
+    return switched
+
+
+described(_template_kwargs, lambda: schema_of(_SWITCHES))
+
 _CHAT: Final = table(
     {
         **_OPTIONS,
@@ -719,6 +740,7 @@ _CHAT: Final = table(
         vol.Optional("logprobs"): or_none(boolean),
         vol.Optional("top_logprobs"): or_none(whole_number(0, MAX_TOP_LOGPROBS)),
         vol.Optional("modalities"): _text_only,
+        vol.Optional("chat_template_kwargs"): or_none(_template_kwargs),
     }
 )
 
@@ -777,6 +799,7 @@ _PREFIX: Final = table(
         vol.Optional("model"): or_none(text(at_most=256)),
         vol.Required("messages"): list_of(_message, at_least=1, at_most=10_000),
         vol.Optional("tools"): or_none(_tools),
+        vol.Optional("chat_template_kwargs"): or_none(_template_kwargs),
     }
 )
 
@@ -1021,6 +1044,7 @@ def parse_chat_request(value: Any) -> ChatRequest:
         tool_choice=None if named else choice,
         named_tool=named,
         response_format=raw.get("response_format"),
+        thinking=raw.get("chat_template_kwargs"),
         options=_options(raw, num_logprobs=(raw.get("top_logprobs") or 0) if raw.get("logprobs") else None),
     )
 
@@ -1078,7 +1102,11 @@ _PLAIN_OPTIONS: Final = (
 def parse_prefix_request(value: Any) -> PrefixRequest:
     """Return the message of POST /v1/prefix; raise InvalidRequest naming the field."""
     raw = _checked(_PREFIX, value)
-    return PrefixRequest(messages=tuple(raw["messages"]), tools=raw.get("tools") or ())
+    return PrefixRequest(
+        messages=tuple(raw["messages"]),
+        tools=raw.get("tools") or (),
+        thinking=raw.get("chat_template_kwargs"),
+    )
 
 
 def parse_job_request(value: Any) -> JobRequest:

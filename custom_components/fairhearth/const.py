@@ -27,6 +27,7 @@ CONF_CHAT_CLASS: Final = "chat_class"
 CONF_TASK_CLASS: Final = "workload_class"
 CONF_CONTEXT_TOKENS: Final = "context_tokens"
 CONF_ANNOUNCE_WAIT: Final = "announce_wait"
+CONF_THINKING: Final = "thinking"
 
 CONF_ACCESSIBILITY_SATELLITES: Final = "accessibility_satellites"
 

@@ -80,7 +80,7 @@ class FairhearthAgent(
         try:
             chat_log = await self._async_empty_chat_log(language)
             pin = await self.coordinator.client.pin_prefix(
-                messages_of(chat_log.content[:1]), tools_of(chat_log.llm_api)
+                messages_of(chat_log.content[:1]), tools_of(chat_log.llm_api), thinking=self._thinking
             )
         except (EngineError, HomeAssistantError) as err:
             LOGGER.debug("%s: the prompt could not be pinned: %s", self.entity_id, err)

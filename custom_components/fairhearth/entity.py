@@ -26,6 +26,7 @@ from .const import (
     CONF_CONTEXT_TOKENS,
     CONF_MAX_TOKENS,
     CONF_TEMPERATURE,
+    CONF_THINKING,
     CONF_TOP_P,
     DOMAIN,
     LOGGER,
@@ -130,6 +131,11 @@ class FairhearthLLMEntity(Entity):
         self._classes = classes_of(entry, subentry)
 
     @property
+    def _thinking(self) -> bool | None:
+        """Return False where the model shall not think first; else that is left to the model."""
+        return None if self.subentry.data.get(CONF_THINKING, True) else False
+
+    @property
     @override
     def available(self) -> bool:
         """Return whether the engine is there."""
@@ -179,6 +185,7 @@ class FairhearthLLMEntity(Entity):
                 top_p=self.subentry.data.get(CONF_TOP_P),
                 json_schema_name=answer_format.name,
                 json_schema=answer_format.schema,
+                thinking=self._thinking,
             )
             last = await self._async_ask(chat_log, order, wait_notice)
             is_empty = len(chat_log.content) == num_before

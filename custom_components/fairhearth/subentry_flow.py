@@ -43,6 +43,7 @@ from .const import (
     CONF_SATELLITES,
     CONF_TASK_CLASS,
     CONF_TEMPERATURE,
+    CONF_THINKING,
     CONF_TOP_P,
     CONF_USERS,
     CONF_VOICE_CLASS,
@@ -184,6 +185,7 @@ class AgentSubentryFlow(ConfigSubentryFlow):
             )
             schema[probatio.Required(CONF_CHAT_CLASS, default=str(CHAT_CLASSES[0]))] = _classes(CHAT_CLASSES)
             schema[probatio.Optional(CONF_CONTEXT_TOKENS)] = _whole_number(256, 10_000_000, UNIT_TOKENS)
+            schema[probatio.Required(CONF_THINKING, default=True)] = BooleanSelector()
             schema[probatio.Required(CONF_ANNOUNCE_WAIT, default=False)] = BooleanSelector()
         else:
             schema[probatio.Required(CONF_TASK_CLASS, default=str(TASK_CLASSES[0]))] = _classes(TASK_CLASSES)

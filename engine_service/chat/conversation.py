@@ -49,7 +49,7 @@ class Conversation:
     def prepare(self, request: ChatRequest) -> Prepared:
         """Return prompt, grammar and parser; raise InvalidRequest naming what the model cannot take."""
         offered = () if request.tool_choice == "none" else request.tools
-        text = self._render(request.messages, offered)
+        text = self._render(request.messages, offered, request.thinking)
         return Prepared(
             prompt_ids=tuple(self._tokenizer.encode(text, parse_special=True)),
             constraint=self._constraint(request, offered),
@@ -63,7 +63,9 @@ class Conversation:
         """Return the tokens with which every later prompt of these messages and tools begins."""
         prompts = [
             self._tokenizer.encode(
-                self._render((*request.messages, Message(role="user", content=dummy)), request.tools),
+                self._render(
+                    (*request.messages, Message(role="user", content=dummy)), request.tools, request.thinking
+                ),
                 parse_special=True,
             )
             for dummy in _DUMMIES
@@ -114,11 +116,11 @@ class Conversation:
 
     # --- messages in the template's terms ---
 
-    def _render(self, messages: Sequence[Message], offered: Sequence[Tool]) -> str:
+    def _render(self, messages: Sequence[Message], offered: Sequence[Tool], thinking: bool | None) -> str:
         tools.check(offered)
         if offered and self._template.handles_tools:
             plain = [self._native(message) for message in messages]
-            return self._template.render(plain, tools=[tool.as_wire() for tool in offered])
+            return self._template.render(plain, tools=[tool.as_wire() for tool in offered], thinking=thinking)
         names = {call.call_id: call.name for message in messages for call in message.tool_calls}
         plain = [self._spelled_out(message, names) for message in messages]
         if offered:
@@ -126,7 +128,9 @@ class Conversation:
             plain = _with_system(plain, tools.describe(offered, said))
         if not self._template.takes_system:
             plain = _without_system(plain)
-        return self._template.render([self._defused(message) for message in _merged(plain)])
+        return self._template.render(
+            [self._defused(message) for message in _merged(plain)], thinking=thinking
+        )
 
     def _native(self, message: Message) -> Dict:
         """Return the message for a template that knows tools; it expects arguments as objects."""

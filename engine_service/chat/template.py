@@ -27,6 +27,9 @@ CHATML: Final = (
 
 _ITS_OWN: Final = (AttributeError, MemoryError, TypeError, ValueError)
 
+_THINKING: Final = ("enable_thinking", "thinking")
+"""What templates call their switch: Qwen's and SmolLM's the one, Granite's and DeepSeek's the other."""
+
 _SYSTEM_PROBE: Final = "fairhearth-system-probe"
 
 
@@ -72,15 +75,21 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt text; raise InvalidRequest with the template's own words where it refuses."""
+        """Return the prompt text; raise InvalidRequest with the template's own words where it refuses.
+
+        thinking turns the template's switch, where it has one; None leaves it as the template has it.
+        """
+        switches = {} if thinking is None else dict.fromkeys(_THINKING, thinking)
         try:
             return joined(
                 self._template.generate(
                     messages=messages,
                     tools=list(tools) or None,
                     add_generation_prompt=add_generation_prompt,
+                    **switches,
                     **budget(),
                 )
             )

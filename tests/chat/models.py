@@ -48,6 +48,20 @@ STRICT: Final = (
 )
 """Like Gemma's and Mistral's: no system, strictly alternating roles."""
 
+THINKS: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if loop.first and enable_thinking is defined and not enable_thinking %}/no_think\n{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Like SmolLM3's, which tells the model at the beginning, and Qwen3's, which thinks for it in no words."""
+
+THINKS_IF_TOLD: Final = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if thinking %}Think first.\n{% endif %}"
+)
+"""Like Granite's: its switch has another name, and is off."""
+
 
 class ByteTokenizer:
     """One token per byte, 256 and up for control tokens."""

@@ -10,7 +10,7 @@ from engine_service.chat.conversation import Conversation
 from engine_service.chat.tools import CALL_BIAS, REPORT_BIAS
 from engine_service.errors import InvalidRequest
 from engine_service.protocol import parse_chat_request, parse_prefix_request
-from tests.chat.models import SMOLLM2, STRICT, WITH_TOOLS, ByteTokenizer, model
+from tests.chat.models import SMOLLM2, STRICT, THINKS, WITH_TOOLS, ByteTokenizer, model
 
 TOKENIZER = ByteTokenizer()
 TOOL = {
@@ -157,3 +157,24 @@ def test_a_prompt_that_opens_reasoning_is_noticed() -> None:
     prepared = Conversation(model(template), TOKENIZER).prepare(parse_chat_request({"messages": [USER]}))
     kinds = [type(piece).__name__ for piece in prepared.parser.feed("Hm.</think>Yes.")]
     assert kinds == ["Reasoning", "Text"]
+
+
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def test_a_model_that_is_not_to_think_answers_at_once() -> None:
+    assert prompt([USER], THINKS).endswith("<|im_start|>assistant\n")
+    request = parse_chat_request({"messages": [USER], **NO_THINKING})
+    prepared = Conversation(model(THINKS), TOKENIZER).prepare(request)
+    assert TOKENIZER.decode(prepared.prompt_ids).endswith("<think>\n\n</think>\n\n")
+    assert [type(piece).__name__ for piece in prepared.parser.feed("Yes.")] == ["Text"]
+
+
+@pytest.mark.parametrize("switch", [{}, NO_THINKING])
+def test_a_prefix_begins_prompts_that_think_as_it_does(switch: dict[str, Any]) -> None:
+    talk = Conversation(model(THINKS), TOKENIZER)
+    prefix = talk.prefix_ids(parse_prefix_request({"messages": [SYSTEM], **switch}))
+    same = talk.prepare(parse_chat_request({"messages": [SYSTEM, USER], **switch}))
+    other = talk.prepare(parse_chat_request({"messages": [SYSTEM, USER], **({} if switch else NO_THINKING)}))
+    assert same.prompt_ids[: len(prefix)] == prefix
+    assert other.prompt_ids[: len(prefix)] != prefix

@@ -10,7 +10,7 @@ import pytest
 from engine_service.backends.base import ModelError
 from engine_service.chat.template import ChatTemplate
 from engine_service.errors import InvalidRequest
-from tests.chat.models import SMOLLM2, STRICT, WITH_TOOLS
+from tests.chat.models import SMOLLM2, STRICT, THINKS, THINKS_IF_TOLD, WITH_TOOLS
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -34,6 +34,24 @@ def test_what_a_template_can_do_is_found_out(source: str, handles_tools: bool, t
     template = ChatTemplate(source)
     assert template.handles_tools is handles_tools
     assert template.takes_system is takes_system
+
+
+@pytest.mark.parametrize(
+    ("source", "by_itself"), [(THINKS, True), (THINKS_IF_TOLD, False)], ids=["thinks", "thinks if told"]
+)
+def test_thinking_is_switched_where_the_template_has_a_switch(source: str, by_itself: bool) -> None:
+    template = ChatTemplate(source)
+    on, off = (template.render(HELLO, thinking=thinking) for thinking in (True, False))
+    assert on != off
+    assert template.render(HELLO) == (on if by_itself else off)
+
+
+@pytest.mark.parametrize("source", [SMOLLM2, "", STRICT])
+def test_a_template_without_a_switch_says_the_same_either_way(source: str) -> None:
+    template = ChatTemplate(source)
+    assert {template.render(HELLO, thinking=thinking) for thinking in (True, False)} == {
+        template.render(HELLO)
+    }
 
 
 def test_a_refusal_comes_in_the_templates_own_words() -> None:

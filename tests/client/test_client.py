@@ -184,6 +184,14 @@ async def test_a_prefix_is_pinned_with_its_tools(client: EngineClient, engine: F
     assert engine.prefixes[0].as_wire() == golden("prefix_request")
 
 
+async def test_a_prefix_is_pinned_for_requests_that_do_not_think(
+    client: EngineClient, engine: FakeEngine
+) -> None:
+    system = Message(role="system", content="You are the voice of a home.")
+    await client.pin_prefix([system], [], thinking=False)
+    assert engine.prefixes[0].as_wire() == golden("prefix_request_no_thinking")
+
+
 async def test_a_wrong_token_is_told_from_one_that_may_not(
     session: aiohttp.ClientSession, engine: FakeEngine
 ) -> None:

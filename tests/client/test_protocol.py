@@ -166,6 +166,17 @@ def test_the_options_of_a_request_are_written_as_the_example() -> None:
     assert set(sent) >= {"model", "messages", "max_tokens", "temperature", "stream", "fairhearth"}
 
 
+def test_a_request_for_an_answer_at_once_is_written_as_the_example() -> None:
+    wire = golden("chat_request_no_thinking")
+    request = ChatRequest(
+        messages=tuple(Message(**message) for message in wire["messages"]),
+        resident="alice",
+        workload_class="voice",
+        thinking=False,
+    )
+    assert request.as_wire() == {**wire, "stream_options": {"include_usage": True}}
+
+
 def test_unknown_fields_are_ignored() -> None:
     wire = golden("fairness")
     wire["new"] = wire["engine"]["new"] = wire["residents"]["alice"]["new"] = {"deep": [1]}

@@ -123,6 +123,13 @@ def test_a_body_that_is_no_json_is_refused_with_its_place(body: bytes, message: 
             "must be a JSON schema",
         ),
         ({"modalities": ["audio"]}, "modalities", "hears and draws nothing"),
+        ({"chat_template_kwargs": True}, "chat_template_kwargs", "must be an object"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": "no"}},
+            "chat_template_kwargs.enable_thinking",
+            "true or false",
+        ),
+        ({"chat_template_kwargs": {"thinks": 1}}, "chat_template_kwargs.thinks", "known are enable_thinking"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_would_be_right(

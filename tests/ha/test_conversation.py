@@ -239,6 +239,27 @@ async def test_thoughts_reach_the_dialog_but_not_the_speech(
     assert result.response.speech["plain"]["speech"] == "Yes."
 
 
+@pytest.mark.parametrize(
+    ("option", "asked"), [({}, None), ({"thinking": True}, None), ({"thinking": False}, False)]
+)
+async def test_an_agent_is_asked_to_think_or_not(
+    hass: HomeAssistant,
+    engine: FakeEngine,
+    loaded: MockConfigEntry,
+    option: dict[str, bool],
+    asked: bool | None,
+) -> None:
+    """On, it is left to the model; off, prompt and what is pinned of it say so alike."""
+    subentry = next(item for item in loaded.subentries.values() if item.subentry_type == "conversation")
+    hass.config_entries.async_update_subentry(
+        loaded, subentry, data={"prompt": "Hi.", "max_tokens": 8, **option}
+    )
+    await hass.async_block_till_done()
+    await until(lambda: any("Hi." in prefix.messages[0].content for prefix in engine.prefixes))
+    await converse(hass, "Hello")
+    assert engine.prefixes[-1].thinking is engine.chats[-1].thinking is asked
+
+
 async def test_an_agent_without_an_api_sends_no_tools(
     hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
 ) -> None:

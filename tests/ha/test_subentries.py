@@ -16,7 +16,7 @@ from homeassistant.helpers import device_registry as dr
 from tests.ha.conftest import until
 from tests.ha.fake_engine import FakeEngine, golden
 
-USUAL = {"voice_class": "voice", "chat_class": "chat", "announce_wait": False}
+USUAL = {"voice_class": "voice", "chat_class": "chat", "thinking": True, "announce_wait": False}
 RESIDENT = {CONF_NAME: "Bob", "weight": 1, "daily_is_hard": False}
 
 
@@ -53,6 +53,7 @@ async def test_an_agent_is_added_with_its_options(hass: HomeAssistant, loaded: M
         "voice_class": "accessibility",
         "chat_class": "agent",
         "context_tokens": 2048.0,
+        "thinking": False,
         "announce_wait": True,
     }
     result = await add(hass, loaded, "conversation", {CONF_NAME: "Butler", "max_tokens": 64.0, **options})

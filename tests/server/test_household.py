@@ -197,6 +197,14 @@ async def test_a_spent_limit_is_named_and_says_when_it_accepts_again(
     assert ("today" in refused.error["message"]) is is_of_today
 
 
+async def test_a_request_may_say_whether_the_model_thinks_first(home: Household) -> None:
+    for thinking in (True, False):
+        answer = await home.chat(max_tokens=2, chat_template_kwargs={"enable_thinking": thinking})
+        assert answer.status == 200, "this model's template has no switch, and answers all the same"
+    refused = await home.chat(max_tokens=2, chat_template_kwargs={"enable_thinking": "off"})
+    assert (refused.status, refused.error["param"]) == (400, "chat_template_kwargs.enable_thinking")
+
+
 async def test_a_prefix_is_computed_once_and_spares_later_prompts_its_tokens(home: Household) -> None:
     system = {"role": "system", "content": "You are the voice of a home. " * 12}
     first = (await home.ask("POST", "/v1/prefix", {"messages": [system]})).json()

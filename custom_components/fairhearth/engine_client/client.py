@@ -33,6 +33,7 @@ from .protocol import (
     models_from_wire,
     resident_from_wire,
     residents_from_wire,
+    template_switches,
 )
 from .reading import JsonObject, Reader, loads
 
@@ -110,9 +111,13 @@ class EngineClient:
         """Return who was served how, now."""
         return FairnessSnapshot.from_wire(await self._ask("GET", "v1", "fairness"))
 
-    async def pin_prefix(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> PrefixPin:
-        """Have the shared beginning of a prompt computed and kept."""
+    async def pin_prefix(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None = None
+    ) -> PrefixPin:
+        """Have the shared beginning of a prompt computed and kept, for requests that think likewise."""
         body: JsonObject = {"messages": [message.as_wire() for message in messages]}
+        if (switches := template_switches(thinking)) is not None:
+            body["chat_template_kwargs"] = switches
         if tools:
             body["tools"] = [tool.as_wire() for tool in tools]
         return PrefixPin.from_wire(

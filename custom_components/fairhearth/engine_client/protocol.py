@@ -218,6 +218,7 @@ class ChatRequest:
     num_odds: int | None = None  #: tell how likely so many words were at each place, at most 20
     json_schema_name: str | None = None
     json_schema: JsonObject | None = None  #: the answer must be JSON of this schema
+    thinking: bool | None = None  #: whether the model may think first; None leaves it to the model
 
     def as_wire(self) -> JsonObject:
         """Return the body of a streamed chat completion."""
@@ -249,9 +250,15 @@ class ChatRequest:
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "chat_template_kwargs": template_switches(self.thinking),
         }
         body.update({key: value for key, value in options.items() if value is not None})
         return body
+
+
+def template_switches(thinking: bool | None) -> JsonObject | None:
+    """Return what is said to the model's template, None where nothing is."""
+    return None if thinking is None else {"enable_thinking": thinking}
 
 
 # --- what is answered ---
