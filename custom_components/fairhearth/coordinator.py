@@ -84,6 +84,15 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         self._next_slice: asyncio.Handle | None = None
         self._latest: FairnessSnapshot | None = None
 
+    @property
+    def max_context_tokens(self) -> int:
+        """Return how many tokens, prompt and answer together, the model takes at present.
+
+        The engine's policy or a restart of its backend may change that while the connection lasts.
+        """
+        told = self.data.engine.max_context_tokens
+        return self.engine.max_context_tokens if told is None else told
+
     @override
     async def _async_update_data(self) -> FairnessSnapshot:
         """Connect for the first time; afterwards data is pushed."""
@@ -200,8 +209,9 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
 
     @callback
     def _async_register_device(self) -> str:
-        """Return the registry id of the engine's device, created or brought up to date."""
-        device = dr.async_get(self.hass).async_get_or_create(
+        """Return the registry id of the engine's device, brought up to date with those below it."""
+        registry = dr.async_get(self.hass)
+        device = registry.async_get_or_create(
             config_entry_id=self.config_entry.entry_id,
             identifiers={(DOMAIN, self.config_entry.entry_id)},
             name=self.config_entry.title,
@@ -210,6 +220,8 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
             sw_version=self.engine.version,
             entry_type=dr.DeviceEntryType.SERVICE,
         )
+        for below in dr.async_entries_for_config_entry(registry, self.config_entry.entry_id):
+            registry.async_update_device(below.id, model=self.engine.model)
         return device.id
 
     async def _async_follow(self) -> None:

@@ -230,7 +230,7 @@ class FairhearthLLMEntity(Entity):
 
     def _fit(self, chat_log: conversation.ChatLog, order: ChatRequest, most_turns: int | None) -> Fitted:
         """Return what the model is given to read: what fits beside the tools and the longest answer."""
-        reads = self.coordinator.engine.max_context_tokens
+        reads = self.coordinator.max_context_tokens
         budget = int(self.subentry.data.get(CONF_CONTEXT_TOKENS, reads))
         left = min(budget, reads - (order.max_tokens or 0))
         taken = self._scale.tokens_of(length_of((), order.tools))

@@ -150,7 +150,7 @@ class AgentSubentryFlow(ConfigSubentryFlow):
         if self.source != SOURCE_USER:
             taken = coordinator.prompt_tokens.get(self._get_reconfigure_subentry().subentry_id)
         return {
-            "context_tokens": str(coordinator.engine.max_context_tokens),
+            "context_tokens": str(coordinator.max_context_tokens),
             "prompt_tokens": "?" if taken is None else str(taken),
         }
 

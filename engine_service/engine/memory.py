@@ -85,6 +85,11 @@ def planned(capacity: Capacity, policy: Policy, *, pinned_pages: int = 0) -> Roo
     )
 
 
+def longest_conversation(state: State) -> int | None:
+    """Return the tokens (prompt, output) that a conversation may have; None before the memory is known."""
+    return None if state.capacity is None else planned(state.capacity, state.policy).max_context_tokens
+
+
 def is_useless(capacity: Capacity, policy: Policy) -> str | None:
     """Return why a policy would refuse every request of some class on this memory; None if it does not."""
     state = State(policy)

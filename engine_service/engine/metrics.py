@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine_service.engine.memory import longest_conversation
 from engine_service.engine.quantiles import WindowedMaximum, WindowedQuantiles
 from engine_service.scheduling.counters import Account
 from engine_service.scheduling.invariants import InvariantBroken, TooFarAhead, bound_used, check
@@ -189,6 +190,7 @@ class Observer:
             "kv_pages_used": state.pages.num_held + state.pages.num_pinned,
             "kv_pages_pinned": state.pages.num_pinned,
             "page_tokens": state.capacity.page_tokens if state.capacity else 0,
+            "max_context_tokens": longest_conversation(state),
             "requests_running": sum(counts.running.values()),
             "requests_waiting": sum(counts.waiting.values()),
             "requests_paused": counts.paused,

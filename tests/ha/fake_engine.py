@@ -151,6 +151,7 @@ class FakeEngine:
     version: str = "0.1.0"
     schema_version: int = 1
     model: str = "SmolLM2-135M-Instruct"
+    context_tokens: int = 8192
     tokens: dict[str, tuple[str, ...]] = field(default_factory=lambda: {TOKEN: ALL_SCOPES})
     keepalive_s: float = 15.0
     answers: deque[Answer] = field(default_factory=deque)
@@ -290,7 +291,8 @@ class FakeEngine:
 
     async def _engine(self, request: web.Request) -> web.Response:
         token = request.headers["Authorization"].removeprefix("Bearer ")
-        body = {**golden("engine"), **self._who(), "name": self.name, "scopes": list(self.tokens[token])}
+        about = {"max_context_tokens": self.context_tokens, "scopes": list(self.tokens[token])}
+        body = {**golden("engine"), **self._who(), "name": self.name, **about}
         return web.json_response(body)
 
     async def _models(self, request: web.Request) -> web.Response:

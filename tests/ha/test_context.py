@@ -14,6 +14,8 @@ from engine_service import errors as sent
 from homeassistant.components import conversation
 from homeassistant.components.conversation.chat_log import async_subscribe_chat_logs
 from homeassistant.core import Context, HomeAssistant, callback
+from homeassistant.helpers import device_registry as dr
+from tests.ha.conftest import until
 from tests.ha.fake_engine import Answer, FakeEngine, caller_of
 
 SYSTEM = Message(role="system", content="s" * 100)
@@ -107,6 +109,40 @@ async def test_a_long_conversation_goes_on_within_what_the_model_reads(
     assert last[-1].content.startswith("11 ")
     assert len(last) < 2 * 12
     assert "turns of a conversation are left out" in caplog.text
+
+
+async def num_turns_read(hass: HomeAssistant, engine: FakeEngine) -> int:
+    await say(hass, "word " * 100)
+    return len([message for message in engine.chats[-1].messages if message.role == "user"])
+
+
+async def test_a_conversation_keeps_to_what_the_model_reads_at_present(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    """Another policy, or a backend begun anew with less memory, is told on the stream."""
+    for number in range(1, 8):
+        assert await num_turns_read(hass, engine) == number
+    coordinator = loaded.runtime_data
+    await engine.publish(lambda snapshot: snapshot["engine"].update(max_context_tokens=1200))
+    await until(lambda: coordinator.max_context_tokens == 1200)
+    assert await num_turns_read(hass, engine) < 8
+
+
+async def test_another_model_after_a_restart_is_read_by_what_it_takes(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry, device_registry: dr.DeviceRegistry
+) -> None:
+    for number in range(1, 8):
+        assert await num_turns_read(hass, engine) == number
+    await engine.stop()
+    engine.model, engine.context_tokens = "Smaller", 1200
+    engine.snapshot["engine"]["max_context_tokens"] = None  # not known yet
+    await engine.start()
+    await until(lambda: loaded.runtime_data.max_context_tokens == 1200)
+    await until(lambda: loaded.runtime_data.last_update_success)
+    assert await num_turns_read(hass, engine) < 8
+    devices = dr.async_entries_for_config_entry(device_registry, loaded.entry_id)
+    assert {device.model for device in devices} == {"Smaller"}
+    assert len(devices) > 3
 
 
 async def test_turns_are_left_out_until_the_engine_takes_the_prompt(

@@ -15,7 +15,7 @@ from engine_service.server.policies import MAX_REVISIONS, PolicyBook
 from engine_service.settings import changed_policy, policy_as_table
 from engine_service.state import StateFolder
 from tests.server.conftest import Start
-from tests.server.household import SPEAKER, Household
+from tests.server.household import SPEAKER, Household, payloads
 
 
 async def changed(home: Household, changes: Any, method: str = "PATCH") -> dict[str, Any]:
@@ -50,6 +50,21 @@ async def test_patch_changes_what_holds_and_put_the_defaults(home: Household) ->
     assert (both["policy"]["max_skips"], both["policy"]["max_preemptions"]) == (7, 1)
     fresh = await changed(home, {"max_preemptions": 2}, "PUT")
     assert (fresh["policy"]["max_skips"], fresh["policy"]["max_preemptions"]) == (Policy().max_skips, 2)
+
+
+async def test_how_much_a_conversation_may_have_is_told_as_soon_as_a_policy_changes_it(
+    home: Household,
+) -> None:
+    async with home.stream("/v1/fairness/stream") as lines:
+        assert await anext(lines) == "event: fairness"
+        told = payloads([await anext(lines)])[0]["engine"]["max_context_tokens"]
+        assert told == (await home.ask("GET", "/v1/engine")).json()["max_context_tokens"] > 300
+        await changed(home, {"classes": {"chat": {"max_context_tokens": 300}}})
+        async with asyncio.timeout(20):
+            async for line in lines:
+                if line.startswith("data: ") and payloads([line])[0]["engine"]["max_context_tokens"] == 300:
+                    break
+    assert (await home.ask("GET", "/v1/engine")).json()["max_context_tokens"] == 300
 
 
 async def test_what_a_policy_probably_does_not_mean_is_said(home: Household) -> None:

@@ -43,6 +43,7 @@ class EngineLoad:
     kv_pages_total: int
     kv_pages_used: int
     kv_pages_pinned: int
+    max_context_tokens: int | None  #: prompt plus output of one request; None: not told
     requests_running: int
     requests_waiting: int
     requests_paused: int
@@ -63,6 +64,7 @@ class EngineLoad:
             kv_pages_total=reader.integer("kv_pages_total"),
             kv_pages_used=reader.integer("kv_pages_used"),
             kv_pages_pinned=reader.integer("kv_pages_pinned"),
+            max_context_tokens=reader.integer_or_none("max_context_tokens"),
             requests_running=reader.integer("requests_running"),
             requests_waiting=reader.integer("requests_waiting"),
             requests_paused=reader.integer("requests_paused"),
