@@ -30,7 +30,10 @@ GUEST: Final = "guest"
 HOUSE: Final = "house"
 """Work that nobody asked for by name."""
 
-RESERVED_RESIDENT_IDS: Final = frozenset({GUEST, HOUSE, "system"})
+ACCOUNTS: Final = (GUEST, HOUSE)
+"""The engine's own residents, which nobody sets up."""
+
+RESERVED_RESIDENT_IDS: Final = frozenset({*ACCOUNTS, "system"})
 """Accounts of the engine itself; no person can be given one of these ids."""
 
 

@@ -46,6 +46,7 @@ from .engine_client import (
 from .errors import as_home_assistant_error
 from .issues import IssueKeeper
 from .jobs import JobWatcher
+from .moments import MomentTeller
 from .pace import Pace
 from .residents import ResidentRegistrar, structure_of
 
@@ -79,6 +80,7 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         self._registrar = ResidentRegistrar(hass, entry, client)
         self.issues = IssueKeeper(hass, self)
         self.jobs = JobWatcher(hass, entry, client)
+        self._moments = MomentTeller(hass, self)
         self._pace = Pace(hass, self._async_publish)
         self._unwritten: deque[int] = deque()
         self._next_slice: asyncio.Handle | None = None
@@ -115,6 +117,7 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
             self.hass, self._async_follow(), f"{DOMAIN}_follow_{entry.entry_id}"
         )
         self.jobs.async_start()
+        self._moments.async_start()
         self.issues.async_start()
 
     async def async_take_over(self) -> bool:

@@ -14,23 +14,25 @@ from typing import Final, override
 from homeassistant.components import conversation
 from homeassistant.config_entries import ConfigSubentry
 from homeassistant.const import CONF_MODEL
-from homeassistant.core import callback
+from homeassistant.core import HomeAssistant, callback
 from homeassistant.exceptions import HomeAssistantError
 from homeassistant.helpers import device_registry as dr
 from homeassistant.helpers.entity import Entity
 from homeassistant.helpers.update_coordinator import CoordinatorEntity
 
-from .attribution import Attribution, Origin, after_calls, attribute
+from .attribution import ACCOUNTS, Attribution, Origin, after_calls, attribute
 from .chat import deltas, is_notice, messages_of, tools_of
 from .const import (
     CONF_CONTEXT_TOKENS,
     CONF_MAX_TOKENS,
+    CONF_RESIDENT_ID,
     CONF_TEMPERATURE,
     CONF_THINKING,
     CONF_TOP_P,
     DOMAIN,
     LOGGER,
     MANUFACTURER,
+    SUBENTRY_RESIDENT,
 )
 from .context import Fitted, TokenScale, fit, length_of
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
@@ -92,7 +94,7 @@ def subentry_device(coordinator: FairhearthCoordinator, subentry: ConfigSubentry
 def account_device(coordinator: FairhearthCoordinator, account: str) -> dr.DeviceInfo:
     """Return the device of one of the engine's own residents (guest, house), hanging below the engine's."""
     return dr.DeviceInfo(
-        identifiers={(DOMAIN, account_key(coordinator, account))},
+        identifiers={(DOMAIN, account_key(coordinator.config_entry.entry_id, account))},
         translation_key=account,
         manufacturer=MANUFACTURER,
         model=coordinator.engine.model,
@@ -101,9 +103,34 @@ def account_device(coordinator: FairhearthCoordinator, account: str) -> dr.Devic
     )
 
 
-def account_key(coordinator: FairhearthCoordinator, account: str) -> str:
+def account_key(entry_id: str, account: str) -> str:
     """Return what the unique ids of one of the engine's own residents begin with."""
-    return f"{coordinator.config_entry.entry_id}_{account}"
+    return f"{entry_id}_{account}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOwner:
+    """Whom a device stands for."""
+
+    entry_id: str
+    resident_id: str | None  #: None: the engine itself
+
+
+@callback
+def async_owner_of_device(hass: HomeAssistant, device_id: str) -> DeviceOwner | None:
+    """Return whom a device stands for; None for that of an agent or an AI task, and for another's."""
+    device, entry = dr.async_get_device_and_config_entry_for_domain(hass, device_id, domain=DOMAIN)
+    if device is None or entry is None:
+        return None
+    residents = {
+        (DOMAIN, subentry.subentry_id): subentry.data[CONF_RESIDENT_ID]
+        for subentry in entry.get_subentries_of_type(SUBENTRY_RESIDENT)
+    }
+    accounts = {(DOMAIN, account_key(entry.entry_id, account)): account for account in ACCOUNTS}
+    owners = {(DOMAIN, entry.entry_id): None, **accounts, **residents}
+    for identifier in device.identifiers & owners.keys():
+        return DeviceOwner(entry_id=entry.entry_id, resident_id=owners[identifier])
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Final
 
 from homeassistant.core import HomeAssistant
 from homeassistant.exceptions import HomeAssistantError
-from homeassistant.helpers.translation import async_get_translations
+from homeassistant.helpers.translation import async_get_cached_translations, async_get_translations
 
 from .const import DOMAIN
 from .engine_client import (
@@ -105,8 +105,18 @@ async def async_localized(hass: HomeAssistant, err: HomeAssistantError, language
 
 async def async_text(hass: HomeAssistant, key: str, language: str) -> str | None:
     """Return one of the texts in `exceptions`, the place for what is spoken, in a language."""
-    texts = await async_get_translations(hass, language, "exceptions", [DOMAIN])
-    return texts.get(f"component.{DOMAIN}.exceptions.{key}.message")
+    return (await async_get_translations(hass, language, "exceptions", [DOMAIN])).get(_path(key))
+
+
+def cached_text(hass: HomeAssistant, key: str) -> str:
+    """Return one of these texts in the language of the home, which Home Assistant has read; else its key."""
+    return async_get_cached_translations(hass, hass.config.language, "exceptions", DOMAIN).get(
+        _path(key), key
+    )
+
+
+def _path(key: str) -> str:
+    return f"component.{DOMAIN}.exceptions.{key}.message"
 
 
 class Refused(Exception):

@@ -13,6 +13,7 @@ from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
 from .engine_client import FINAL_STATES, Job
 from .entity import FairhearthEntity, engine_device
 from .jobs import job_fields
+from .moments import Moment, MomentKind, async_on_moment
 from .pace import Pace
 
 PARALLEL_UPDATES = 0
@@ -79,24 +80,20 @@ class Preempted(FairhearthEntity, EventEntity):
         """Tell of interruptions on the engine's device."""
         unique_id = f"{coordinator.config_entry.entry_id}_preemption"
         super().__init__(coordinator, unique_id, engine_device(coordinator))
-        self._attr_event_types = ["preempted"]
-        self._seen = self._counts()
+        self._attr_event_types = [MomentKind.PREEMPTED]
 
-    def _counts(self) -> dict[str, int]:
-        return {key: report.preemptions for key, report in self.coordinator.data.residents.items()}
+    @override
+    async def async_added_to_hass(self) -> None:
+        """Listen for requests that make way."""
+        await super().async_added_to_hass()
+        entry_id = self.coordinator.config_entry.entry_id
+        self.async_on_remove(async_on_moment(self.hass, entry_id, self._async_tell))
 
     @callback
-    @override
-    def _handle_coordinator_update(self) -> None:
-        """Tell what came since the last picture; counters that fell belong to a restarted engine."""
-        before, self._seen = self._seen, self._counts()
-        new = {key: count - before.get(key, 0) for key, count in self._seen.items()}
-        interrupted = {key: count for key, count in new.items() if count > 0}
-        if interrupted and self.available:
-            self._trigger_event("preempted", {"residents": interrupted, "count": sum(interrupted.values())})
+    def _async_tell(self, moment: Moment) -> None:
+        if moment.kind is MomentKind.PREEMPTED:
+            self._trigger_event(moment.kind, dict(moment.details))
             self.async_write_ha_state()
-        else:
-            super()._handle_coordinator_update()
 
     @override
     def _shown(self) -> object:

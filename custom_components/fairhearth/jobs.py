@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
 
+from homeassistant.const import ATTR_DEVICE_ID
 from homeassistant.core import CALLBACK_TYPE, HomeAssistant, callback
 
 from .const import DOMAIN, EVENT_JOB_ENDED, LOGGER
@@ -98,7 +99,8 @@ class JobWatcher:
         elif self.active.pop(job.job_id, None) is None:
             return
         else:
-            self._hass.bus.async_fire(EVENT_JOB_ENDED, {"engine": self._entry.title, **job_fields(job)})
+            whose = {"engine": self._entry.title, ATTR_DEVICE_ID: self._entry.runtime_data.engine_device_id}
+            self._hass.bus.async_fire(EVENT_JOB_ENDED, {**whose, **job_fields(job)})
             for action in list(self._on_ended):
                 action(job)
         self._pace.async_ask()

@@ -1,21 +1,15 @@
-"""How the logbook tells of durable jobs that ended."""
+"""How the logbook tells of durable jobs that ended, in the language of the home."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from homeassistant.components.logbook import LOGBOOK_ENTRY_MESSAGE, LOGBOOK_ENTRY_NAME
 from homeassistant.core import Event, HomeAssistant, callback
 
 from .const import DOMAIN, EVENT_JOB_ENDED
-
-_MESSAGES: Final = {
-    "finished": "finished {job} for {resident}",
-    "failed": "failed on {job} for {resident}: {error}",
-    "cancelled": "cancelled {job} for {resident}",
-    "expired": "let {job} for {resident} expire",
-}
+from .errors import cached_text
 
 
 @callback
@@ -25,15 +19,12 @@ def async_describe_events(
 ) -> None:
     """Register how our events are told."""
 
-    @callback
     def describe(event: Event[Any]) -> dict[str, str]:
-        """Return the line of one job. The logbook's own words are English, in every language."""
+        """Return the line of one job; any thread. Home Assistant does not say who reads it."""
         data = event.data
-        message = _MESSAGES[data["state"]].format(
-            job=f"the job “{data['title']}”" if data["title"] else "a job",
-            resident=data["resident"],
-            error=data["error"],
+        told = cached_text(hass, f"logbook_{data['state']}").format(
+            job=data["title"] or data["job_id"], resident=data["resident"], error=data["error"]
         )
-        return {LOGBOOK_ENTRY_NAME: data["engine"], LOGBOOK_ENTRY_MESSAGE: message}
+        return {LOGBOOK_ENTRY_NAME: data["engine"], LOGBOOK_ENTRY_MESSAGE: told}
 
     async_describe_event(DOMAIN, EVENT_JOB_ENDED, describe)

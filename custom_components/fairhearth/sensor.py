@@ -22,7 +22,7 @@ from homeassistant.helpers.device_registry import DeviceInfo
 from homeassistant.helpers.entity_platform import AddConfigEntryEntitiesCallback
 from homeassistant.helpers.typing import StateType
 
-from .attribution import GUEST, HOUSE, WorkloadClass
+from .attribution import ACCOUNTS, WorkloadClass
 from .const import CONF_DAILY_TOKENS, CONF_RESIDENT_ID, SUBENTRY_RESIDENT, UNIT_TOKENS
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
 from .engine_client import ClassReport, FairnessSnapshot, Quantiles, Report, ResidentReport
@@ -35,9 +35,6 @@ UNIT_TOKENS_PER_SECOND: Final = "tokens/s"
 
 MAX_JOBS_SHOWN: Final = 20
 """An attribute with more would be too large for the recorder and for a card."""
-
-ACCOUNTS: Final = (GUEST, HOUSE)
-"""The engine's own residents, which have no subentry."""
 
 ENABLED_CLASSES: Final = frozenset({WorkloadClass.VOICE, WorkloadClass.CHAT, WorkloadClass.BACKGROUND})
 """Classes that every household sees; the others can be enabled."""
@@ -225,7 +222,7 @@ async def async_setup_entry(
     coordinator = entry.runtime_data
     async_add_entities([*_engine_sensors(coordinator), JobsSensor(coordinator)])
     for account in ACCOUNTS:
-        key, device_info = account_key(coordinator, account), account_device(coordinator, account)
+        key, device_info = account_key(entry.entry_id, account), account_device(coordinator, account)
         async_add_entities(_resident_sensors(coordinator, key, account, device_info, has_quota=False))
     for subentry in entry.get_subentries_of_type(SUBENTRY_RESIDENT):
         async_add_entities(

@@ -98,6 +98,7 @@ TRANSLATIONS = {
     },
     "entity_component": {"*": {"name": str, "state": {"*": str}, "state_attributes": _STATE_ATTRIBUTES}},
     "device": {"*": {"name": str}},
+    "device_automation": {"*": {"*": str}},
     "exceptions": {"*": {"message": str}},
     "issues": {"*": {"title": str, "description": str, "fix_flow": _FLOW}},
     "selector": {"*": {"options": {"*": str}}},

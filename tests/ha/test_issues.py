@@ -20,7 +20,7 @@ from custom_components.fairhearth.issues import (
     claimed_twice,
 )
 from homeassistant.core import HomeAssistant
-from homeassistant.helpers import issue_registry as ir
+from homeassistant.helpers import issue_registry as ir, translation
 from homeassistant.setup import async_setup_component
 from homeassistant.util import dt as dt_util
 from tests.ha.conftest import until
@@ -208,19 +208,49 @@ async def test_a_removed_entry_takes_its_issues_along(hass: HomeAssistant, loade
     assert told(hass) == {}
 
 
-async def test_the_logbook_tells_how_a_job_ended(
-    recorder_mock: Any, hass: HomeAssistant, loaded: MockConfigEntry, hass_client: Any
+@pytest.mark.parametrize(
+    ("language", "finished", "failed"),
+    [
+        ("en", "finished the job “Monday” for alice", "failed on the job “job-2” for alice: out of pages"),
+        (
+            "sv",
+            "slutförde jobbet ”Monday” åt alice",
+            "misslyckades med jobbet ”job-2” åt alice: out of pages",
+        ),
+        (
+            "ja",
+            "alice のジョブ「Monday」を完了しました",
+            "alice のジョブ「job-2」に失敗しました：out of pages",
+        ),
+    ],
+)
+async def test_the_logbook_tells_how_a_job_ended_in_the_language_of_the_home(
+    recorder_mock: Any,
+    hass: HomeAssistant,
+    core: None,
+    engine: FakeEngine,
+    entry: MockConfigEntry,
+    hass_client: Any,
+    language: str,
+    finished: str,
+    failed: str,
 ) -> None:
+    translation.async_setup(hass)  # as Home Assistant begins
+    await hass.config.async_update(language=language)
+    entry.add_to_hass(hass)
+    assert await hass.config_entries.async_setup(entry.entry_id)
     assert await async_setup_component(hass, "logbook", {})
     await hass.async_block_till_done()
     begun = dt_util.utcnow()
     data = {"engine": "Kitchen engine", "resident": "alice", "error": None}
-    hass.bus.async_fire(EVENT_JOB_ENDED, {**data, "title": "Monday", "state": "finished"})
-    hass.bus.async_fire(EVENT_JOB_ENDED, {**data, "title": None, "state": "failed", "error": "out of pages"})
+    one = {**data, "job_id": "job-1", "title": "Monday", "state": "finished"}
+    other = {**data, "job_id": "job-2", "title": None, "state": "failed", "error": "out of pages"}
+    for ended in (one, other):
+        hass.bus.async_fire(EVENT_JOB_ENDED, ended)
     await async_wait_recording_done(hass)
     client = await hass_client()
     lines = await (await client.get(f"/api/logbook/{begun.isoformat()}".replace("+", "%2B"))).json()
     assert [(line["name"], line["message"]) for line in lines if line.get("domain") == DOMAIN] == [
-        ("Kitchen engine", "finished the job “Monday” for alice"),
-        ("Kitchen engine", "failed on a job for alice: out of pages"),
+        ("Kitchen engine", finished),
+        ("Kitchen engine", failed),
     ]

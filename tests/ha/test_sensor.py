@@ -13,11 +13,11 @@ from pytest_homeassistant_custom_component.components.recorder.common import (
     do_adhoc_statistics,
 )
 
+from custom_components.fairhearth.attribution import ACCOUNTS
 from custom_components.fairhearth.const import DOMAIN
 from custom_components.fairhearth.engine_client import FairnessSnapshot
 from custom_components.fairhearth.number import RESIDENT_NUMBERS
 from custom_components.fairhearth.sensor import (
-    ACCOUNTS,
     ANSWER_SENSORS,
     CLASS_SENSORS,
     ENABLED_CLASSES,

@@ -16,6 +16,8 @@ import yaml
 import custom_components.fairhearth
 from custom_components.fairhearth import config_flow, errors, number, sensor, services
 from custom_components.fairhearth.attribution import WorkloadClass
+from custom_components.fairhearth.engine_client import FINAL_STATES
+from custom_components.fairhearth.moments import MomentKind
 
 ROOT = Path(custom_components.fairhearth.__file__).parent
 TEXTS: dict[str, Any] = json.loads((ROOT / "translations" / "en.json").read_text(encoding="utf-8"))
@@ -61,8 +63,14 @@ def test_every_entity_has_a_name_and_an_icon() -> None:
 def test_every_error_has_a_text_and_every_text_an_error() -> None:
     spoken = set(re.findall(r'async_text\(self\.hass, "(\w+)"', SOURCE["conversation.py"]))
     by_class = set(errors._KEYS.values()) | set(errors._LIMITS.values()) | {"engine_error"}
-    raised = literal_exception_keys() | by_class | spoken
+    told = {f"logbook_{state}" for state in FINAL_STATES}
+    raised = literal_exception_keys() | by_class | spoken | told
     assert TEXTS["exceptions"].keys() == raised
+
+
+def test_every_device_trigger_has_a_name() -> None:
+    assert TEXTS["device_automation"].keys() == {"trigger_type"}
+    assert TEXTS["device_automation"]["trigger_type"].keys() == set(MomentKind)
 
 
 def test_every_issue_has_a_text_and_every_text_an_issue() -> None:
