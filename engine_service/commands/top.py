@@ -180,18 +180,30 @@ def _residents(snapshot: Mapping[str, Any]) -> Table:
 
 def _classes(snapshot: Mapping[str, Any]) -> Table:
     made = table(
-        ("class", "runs now", "waits", "first word", "19 of 20 within", "between words", "done within"), ()
+        (
+            "class",
+            "runs now",
+            "waits",
+            "first word",
+            "19 of 20 within",
+            "between words",
+            "done within",
+            "in time",
+        ),
+        (),
     )
+    paused = snapshot["engine"]["paused_classes"]
     for name, report in snapshot["classes"].items():
         first = report["time_to_first_token_s"]
         made.add_row(
-            Text(name),
+            Text(name).append(" paused" if name in paused else "", style="yellow"),
             _count(report["requests_running"], "green"),
             _count(report["requests_waiting"], "yellow"),
             _seconds(first["p50"]),
             _seconds(first["p95"]),
             _seconds(report["inter_token_latency_s"]["p95"]),
             _seconds(report["completion_time_s"]["p95"]),
+            _share(report["slo_attainment"]),
         )
     return made
 
@@ -215,7 +227,8 @@ def _load(snapshot: Mapping[str, Any]) -> Text:
     load = snapshot["engine"]
     used = 100 * load["kv_pages_used"] / max(1, load["kv_pages_total"])
     speed, fairness = load["tokens_per_second"], load["fairness_index"]
-    text = Text(f"{speed:.0f} tokens/s, memory {used:.0f} %, fairness {fairness:.2f}, ")
+    bound = "" if load["bound_used"] is None else f", {100 * load['bound_used']:.0f} % of its bound"
+    text = Text(f"{speed:.0f} tokens/s, memory {used:.0f} %, fairness {fairness:.2f}{bound}, ")
     met = load["policy_met"]
     return text.append(
         "policy met" if met else f"policy not met: {'; '.join(load['policy_notes'])}",
@@ -229,6 +242,10 @@ def _count(number: int, style: str) -> Text:
 
 def _seconds(value: float | None) -> Text:
     return Text("-", style="dim") if value is None else Text(f"{value:.2f} s")
+
+
+def _share(value: float | None) -> Text:
+    return Text("-", style="dim") if value is None else Text(f"{100 * value:.0f} %")
 
 
 def _bar(share: float, entitled: float) -> Text:

@@ -6,7 +6,7 @@ Decides names and labels. Labels are the workload class and the resident, nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -100,16 +100,21 @@ class _EngineState(Collector):
         for key, value in snapshot["engine"].items():
             if isinstance(value, int | float):
                 yield GaugeMetricFamily(f"fairhearth_engine_{key}", _words(key), value=float(value))
-        yield from _per(snapshot["classes"], "class", ("requests_running", "requests_waiting"))
+        paused = snapshot["engine"]["paused_classes"]
+        classes = {name: row | {"paused": name in paused} for name, row in snapshot["classes"].items()}
+        of_a_class = ("requests_running", "requests_waiting", "slo_attainment", "starvation_age_s", "paused")
+        yield from _per(classes, "class", of_a_class)
         shown = ("requests_running", "requests_waiting", "service_share", "entitled_share", "kv_pages_used")
         yield from _per(snapshot["residents"], "resident", shown)
 
 
-def _per(entries: dict[str, dict[str, float]], label: str, keys: tuple[str, ...]) -> Iterator[Metric]:
+def _per(entries: dict[str, dict[str, Any]], label: str, keys: tuple[str, ...]) -> Iterator[Metric]:
+    """Yield a gauge for each key; what was not measured has no sample."""
     for key in keys:
         family = GaugeMetricFamily(f"fairhearth_{label}_{key}", f"{_words(key)} by {label}", labels=[label])
         for name, values in entries.items():
-            family.add_metric([name], values[key])
+            if values[key] is not None:
+                family.add_metric([name], float(values[key]))
         yield family
 
 

@@ -458,6 +458,29 @@ async def test_top_shows_who_is_served_and_who_holds_the_memory(tmp_path: Path) 
         assert re.search(r"Alice +1 +0", out)
         assert re.search(r"alice +chat +1 +\d+ +\d+", out)
         assert "policy met" in out
+        assert re.search(r"fairness 1\.00, 0 % of its bound, policy met", out)
+
+
+async def test_top_shows_what_is_paused_and_what_came_in_time(tmp_path: Path) -> None:
+    message = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    voice = message | {"fairhearth": {"workload_class": "voice"}}
+    async with (
+        command(tmp_path, *SIMULATED) as process,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as http,
+    ):
+        url = await process.ready()
+        async with http.patch(
+            f"{url}/v1/policy", json={"policy": {"paused_classes": ["background"]}}
+        ) as done:
+            assert done.status == 200
+        async with http.post(f"{url}/v1/chat/completions", json=voice) as answer:
+            assert answer.status == 200
+        code, out, err = await run(tmp_path, "top", "--url", url, "--once")
+    assert (code, err) == (0, "")
+    assert re.search(r"background\s+paused", out)
+    assert not re.search(r"voice\s+paused", out)
+    assert re.search(r"voice .* 100 %", out)
+    assert re.search(r"background .* - ", out), "nobody was promised anything in the background"
 
 
 async def test_top_follows_the_engine_until_it_ends(tmp_path: Path) -> None:

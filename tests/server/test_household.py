@@ -245,6 +245,20 @@ async def test_metrics_count_finished_requests_by_class_and_resident(home: House
     assert labels <= {"class", "resident", "outcome", "kind", "le", "version"}
 
 
+async def test_metrics_tell_what_each_class_is_promised_and_what_is_paused(home: Household) -> None:
+    await home.ask("PATCH", "/v1/policy", {"policy": {"paused_classes": ["background"]}})
+    await home.chat(max_tokens=2, fairhearth={"workload_class": "voice"})
+    seen = samples((await home.ask("GET", "/metrics", token=READER)).body.decode())
+
+    def of(name: str) -> dict[str, float]:
+        return {dict(labels)["class"]: value for (key, labels), value in seen.items() if key == name}
+
+    assert of("fairhearth_class_slo_attainment") == {"voice": 1.0}, "no sample where nothing was judged"
+    assert {name for name, value in of("fairhearth_class_paused").items() if value} == {"background"}
+    assert of("fairhearth_class_starvation_age_s").keys() == of("fairhearth_class_paused").keys()
+    assert seen["fairhearth_engine_bound_used", frozenset()] == 0
+
+
 async def test_a_removed_resident_leaves_the_metrics(home: Household) -> None:
     await home.ask("PUT", "/v1/residents/bob", {})
     await home.chat(max_tokens=1, fairhearth={"resident": "bob"})

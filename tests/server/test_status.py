@@ -36,10 +36,10 @@ async def test_the_page_asks_only_for_what_the_engine_serves(home: Household) ->
     for path in paths:
         assert (await home.ask("GET", "/" + path)).status == 200
     snapshot = (await home.ask("GET", "/v1/fairness")).json()
-    for name in re.findall(r"engine\.(\w+)", script):
-        assert name in snapshot["engine"]
-    for name in re.findall(r"one\.(\w+)", script):
-        assert name in snapshot["residents"]["alice"] | snapshot["classes"]["voice"]
+    of_the_engine, of_one = (set(re.findall(rf"{of}\.(\w+)", script)) for of in ("engine", "one"))
+    assert {"policy_met", "bound_used", "paused_classes"} <= of_the_engine <= snapshot["engine"].keys()
+    known = snapshot["residents"]["alice"] | snapshot["classes"]["voice"]
+    assert {"slo_attainment", "service_share"} <= of_one <= known.keys()
 
 
 async def test_what_the_page_hides_is_hidden_whatever_its_layout(home: Household) -> None:

@@ -3,7 +3,7 @@
 
 const byId = (id) => document.getElementById(id);
 const seconds = (value) => (value === null ? "–" : `${value.toFixed(2)} s`);
-const share = (value) => `${Math.round(value * 100)} %`;
+const share = (value) => (value === null ? "–" : `${Math.round(value * 100)} %`);
 
 async function ask(path, token) {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
@@ -26,16 +26,18 @@ function show(snapshot) {
   const engine = snapshot.engine;
   const pages = `${engine.kv_pages_used} of ${engine.kv_pages_total} pages in use`;
   const met = engine.policy_met ? "the policy is met" : engine.policy_notes.join("; ");
+  const bound = engine.bound_used === null ? "" : `, ${share(engine.bound_used)} of the bound of fairness used`;
   byId("now").textContent =
     `${engine.requests_running} running, ${engine.requests_waiting} waiting, ` +
-    `${engine.tokens_per_second} tokens/s, ${pages}; ${met}.`;
+    `${engine.tokens_per_second} tokens/s, ${pages}${bound}; ${met}.`;
+  const paused = (name) => (engine.paused_classes.includes(name) ? `${name} (paused)` : name);
   fill("residents", Object.values(snapshot.residents).map((one) => [
     one.name, one.requests_running, one.requests_waiting, share(one.service_share),
     share(one.entitled_share), seconds(one.time_to_first_token_s.p95),
   ]));
   fill("classes", Object.entries(snapshot.classes).map(([name, one]) => [
-    name, one.requests_running, one.requests_waiting, one.finished,
-    seconds(one.queue_time_s.p95), seconds(one.time_to_first_token_s.p95),
+    paused(name), one.requests_running, one.requests_waiting, one.finished,
+    seconds(one.queue_time_s.p95), seconds(one.time_to_first_token_s.p95), share(one.slo_attainment),
   ]));
 }
 
