@@ -55,6 +55,10 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else round(100 * share, 1)
 
 
+def _whole_percent(share: float | None) -> int | None:
+    return None if share is None else round(100 * share)
+
+
 def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
@@ -193,10 +197,8 @@ ENGINE_SENSORS: Final[tuple[FairhearthSensorDescription[FairnessSnapshot], ...]]
     _gauge("fairness_index", lambda snapshot: _rounded(snapshot.engine.fairness_index, 3), precision=2),
     _gauge(
         "bound_used",
-        lambda snapshot: _percent(snapshot.engine.bound_used),
+        lambda snapshot: _whole_percent(snapshot.engine.bound_used),
         unit=PERCENTAGE,
-        precision=1,
-        is_enabled=False,
         category=EntityCategory.DIAGNOSTIC,
     ),
     _seconds(

@@ -207,13 +207,27 @@ export class FairhearthCard extends LitElement {
       <section class="policy ${isMet ? "good" : "bad"}">
         <button class="plain" @click=${() => this._open(id)} aria-describedby="notes">
           <span class="badge"><ha-icon .icon=${icon} aria-hidden="true"></ha-icon></span>
-          <span role="status">${this._say(key)}</span>
+          <span>
+            <span role="status">${this._say(key)}</span>
+            ${this._renderMargin()}
+          </span>
         </button>
         <ul id="notes">
           ${notes.map((note) => html`<li>${this._note(note)}</li>`)}
         </ul>
       </section>
     `;
+  }
+
+  _renderMargin() {
+    const used = numberOf(this.hass, this._household.entities["sensor.bound_used"]);
+    if (used === undefined) return nothing;
+    return html`<span class="aside margin">${this._say("margin_used", { share: this._percent(used) })}</span>`;
+  }
+
+  _isBackgroundPaused() {
+    const id = this._household.entities["switch.background_paused"];
+    return id !== undefined && this.hass.states[id].state === "on";
   }
 
   /** Say one of the engine's reasons in the reader's language; one that is not known is shown as it came. */
@@ -255,6 +269,7 @@ export class FairhearthCard extends LitElement {
         ${running === undefined || waiting === undefined
           ? nothing
           : html`<p class="lead">${this._say("active", { running, waiting })}</p>`}
+        ${this._isBackgroundPaused() ? html`<p class="note">${this._say("background_paused")}</p>` : nothing}
         ${residents.length
           ? html`<ul class="people">
               ${residents.map((resident) => this._renderPerson(resident))}
@@ -366,9 +381,11 @@ export class FairhearthCard extends LitElement {
       waiting: entities[`sensor.requests_waiting_${name}`],
       queue: entities[`sensor.queue_time_p95_${name}`],
       first: entities[`sensor.time_to_first_token_p95_${name}`],
-    })).filter(({ waiting, queue, first }) => waiting || queue || first);
+      inTime: entities[`sensor.slo_attainment_${name}`],
+    })).filter(({ waiting, queue, first, inTime }) => waiting || queue || first || inTime);
     if (!rows.length) return nothing;
     const hasCounts = rows.some(({ waiting }) => waiting);
+    const hasTargets = rows.some(({ inTime }) => inTime);
     return html`
       <section aria-labelledby="waiting">
         <header><h2 id="waiting">${this._say("waiting_by_class")}</h2></header>
@@ -379,33 +396,38 @@ export class FairhearthCard extends LitElement {
               ${hasCounts ? html`<th scope="col">${this._say("waiting_now")}</th>` : nothing}
               <th scope="col">${this._say("waiting_time")}</th>
               <th scope="col">${this._say("first_word")}</th>
+              ${hasTargets ? html`<th scope="col">${this._say("in_time")}</th>` : nothing}
             </tr>
           </thead>
           <tbody>
-            ${rows.map((row) => this._renderClass(row, hasCounts))}
+            ${rows.map((row) => this._renderClass(row, hasCounts, hasTargets))}
           </tbody>
         </table>
         <p class="note">${this._say("waiting_hint")}</p>
+        ${hasTargets ? html`<p class="note">${this._say("in_time_hint")}</p>` : nothing}
       </section>
     `;
   }
 
-  _renderClass({ name, waiting, queue, first }, hasCounts) {
+  _renderClass({ name, waiting, queue, first, inTime }, hasCounts, hasTargets) {
     const label = this._say(`class_${name}`);
+    const isPaused = name === "background" && this._isBackgroundPaused();
     return html`
       <tr>
         <th scope="row">
           <button
             class="plain kind"
             aria-label=${this._say("open", { name: label })}
-            @click=${() => this._open(first ?? queue ?? waiting)}
+            @click=${() => this._open(first ?? queue ?? waiting ?? inTime)}
           >
             <ha-icon .icon=${CLASS_ICONS[name]} aria-hidden="true"></ha-icon>${label}
           </button>
+          ${isPaused ? html`<span class="chip">${this._say("paused")}</span>` : nothing}
         </th>
         ${hasCounts ? html`<td>${this._shown(waiting)}</td>` : nothing}
         <td>${this._shown(queue)}</td>
         <td>${this._shown(first)}</td>
+        ${hasTargets ? html`<td>${this._shown(inTime)}</td>` : nothing}
       </tr>
     `;
   }
@@ -426,11 +448,12 @@ export class FairhearthCard extends LitElement {
     `;
   }
 
-  _renderJob({ job_id: id, title, state, progress, eta_s: eta }) {
+  _renderJob({ job_id: id, title, state, progress, eta_s: eta, workload_class: kind }) {
+    const isPaused = state === "submitted" && kind === "background" && this._isBackgroundPaused();
     const share = state === "finished" ? 100 : (progress ?? 0);
     const hasEta = state === "running" && typeof eta === "number";
     const values = { share: this._percent(share), seconds: hasEta ? this._number(eta, 0) : "" };
-    const how = this._say(`job_${state}${hasEta ? "_eta" : ""}`, values);
+    const how = isPaused ? this._say("paused") : this._say(`job_${state}${hasEta ? "_eta" : ""}`, values);
     const label = title || id;
     return html`
       <li>
@@ -543,6 +566,10 @@ export class FairhearthCard extends LitElement {
       border-radius: 50%;
       color: var(--tone);
       background: color-mix(in srgb, var(--tone) 20%, transparent);
+    }
+    .margin {
+      display: block;
+      font-weight: var(--ha-font-weight-normal, 400);
     }
     .policy li {
       padding: 0 8px 8px 56px;
@@ -722,6 +749,9 @@ export class FairhearthCard extends LitElement {
       min-height: 44px;
       padding-inline-end: 8px;
       white-space: normal;
+    }
+    .kind + .chip {
+      margin-inline-start: 30px;
     }
     .kind ha-icon {
       color: var(--secondary-text-color);

@@ -14,7 +14,14 @@ const RESIDENT_TILES = [
   "sensor.inter_token_latency_p95",
   "sensor.preemptions",
 ];
-const ENGINE_TILES = ["sensor.tokens_per_second", "sensor.kv_memory_used", "sensor.fairness_index", "sensor.tokens_served"];
+const ENGINE_TILES = [
+  "sensor.tokens_per_second",
+  "sensor.kv_memory_used",
+  "sensor.fairness_index",
+  "sensor.bound_used",
+  "sensor.tokens_served",
+  "sensor.longest_iteration",
+];
 const CONTROL_DOMAINS = ["switch", "select", "number", "button"];
 
 /** Makes a dashboard of two views: the picture of now, and every resident's details. */
@@ -54,7 +61,8 @@ export class FairhearthViewStrategy extends HTMLElement {
     if (household) {
       now.push(...controlCards(household, hass));
       shares.push(...engineCards(household, hass));
-      waiting.push(...firstWordGraph(household, config, hass));
+      waiting.push(...classGraph(household, config, hass, "time_to_first_token_p95", "first_words"));
+      waiting.push(...classGraph(household, config, hass, "slo_attainment", "answers_in_time"));
     }
     const sections = [now, shares, waiting];
     return {
@@ -65,15 +73,16 @@ export class FairhearthViewStrategy extends HTMLElement {
   }
 }
 
-function firstWordGraph({ entities }, config, hass) {
+/** Return one of the sensors that every class has, as a graph under a heading; nothing where none is there. */
+function classGraph({ entities }, config, hass, sensor, heading) {
   const say = (key) => text(hass.locale?.language ?? hass.language, key);
   const shown = CLASSES.map((name) => ({
-    entity: entities[`sensor.time_to_first_token_p95_${name}`],
+    entity: entities[`sensor.${sensor}_${name}`],
     name: say(`class_${name}`),
   })).filter(({ entity }) => entity);
   if (!shown.length) return [];
   const graph = { type: "history-graph", hours_to_show: config.hours ?? DEFAULT_HOURS, entities: shown };
-  return titled(say("first_words"), [graph]);
+  return titled(say(heading), [graph]);
 }
 
 function engineCards({ entities }, hass) {
