@@ -109,6 +109,39 @@ async def test_reasons_jobs_and_a_lost_engine_are_told(stage: Stage, home: House
     assert (not_met.errors, gone.errors) == ((), ())
 
 
+async def test_the_margin_answers_in_time_and_a_pause_are_told_on_a_phone(
+    stage: Stage, home: Household
+) -> None:
+    switch = {"entity_id": home.engine_entity("switch", "background_paused")}
+    job = {
+        "job_id": "job-1",
+        "title": "Minutes",
+        "state": "submitted",
+        "workload_class": "background",
+        "progress": 0,
+    }
+    swedish = shows(
+        "text=/Största skillnad: 12\\s%/",
+        "text=Bakgrunden är pausad.",
+        "role=columnheader[name='I tid']",
+        "role=row[name=/Skrivet .*97\\s?%/]",
+        "role=row[name=/I bakgrunden.*pausat/]",
+        "role=progressbar[name='Minutes']",
+        "role=listitem >> text=pausat",
+    )
+    await home.socket.act("switch.turn_on", switch)
+    try:
+        async with (
+            shown(home, home.engine_entity("sensor", "bound_used"), "12"),
+            shown(home, home.engine_entity("sensor", "slo_attainment_chat"), "97"),
+            shown(home, home.engine_entity("sensor", "jobs"), "1", jobs=[job]),
+        ):
+            (report,) = await look(stage, Visit(path=dashboard.PATH, steps=swedish, language="sv", **PHONE))
+    finally:
+        await home.socket.act("switch.turn_off", switch)
+    assert report.errors == ()
+
+
 @asynccontextmanager
 async def shown(home: Household, entity_id: str, state: str, **attributes: Any) -> AsyncIterator[None]:
     """Have Home Assistant show another state of an entity; its integration writes only what changes."""

@@ -751,6 +751,8 @@ export class FairhearthCard extends LitElement {
       white-space: normal;
     }
     .kind + .chip {
+      display: inline-block;
+      margin: -6px 0 10px;
       margin-inline-start: 30px;
     }
     .kind ha-icon {

@@ -18,7 +18,6 @@ const ENGINE_TILES = [
   "sensor.tokens_per_second",
   "sensor.kv_memory_used",
   "sensor.fairness_index",
-  "sensor.bound_used",
   "sensor.tokens_served",
   "sensor.longest_iteration",
 ];
