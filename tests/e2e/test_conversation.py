@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 from household import flows, residence, workload
-from household.client import CommandFailed
+from household.client import CommandFailed, Subscription, WebSocket
 from household.residence import BEDROOM, HALL, KITCHEN, Household
 from household.stage import Stage
 from household.waiting import until
@@ -112,6 +112,39 @@ async def test_a_rest_client_gone_in_the_middle_frees_the_engine(stage: Stage, h
 
     after = await stage.engine_api.quiet(timeout_s=30)
     assert after["residents"]["alice"]["finished"] == before["residents"]["alice"]["finished"]
+
+
+async def test_a_conversation_is_that_of_who_began_it_and_takes_one_sentence_at_a_time(
+    stage: Stage, home: Household
+) -> None:
+    """Alice reads on undisturbed, whoever knows the name of her conversation."""
+
+    async def begin(socket: WebSocket, text: str) -> Subscription:
+        return await socket.subscribe(
+            "assist_pipeline/run",
+            start_stage="intent",
+            end_stage="intent",
+            input={"text": text},
+            pipeline=home.pipelines["chat"],
+            conversation_id="of-alice",
+        )
+
+    hers = await begin(home.socket, "Tell me a long story about a fox.")
+    while not _content(await hers.next(60)):
+        pass  # until the answer has begun
+    codes = []
+    for socket in (home.bob, home.socket):
+        other = await begin(socket, "And about a hen?")
+        while (event := await other.next(60))["type"] != "error":
+            assert event["type"] != "intent-end"
+        codes.append(event["data"]["code"])
+        await other.close()
+    assert codes == ["intent-unauthorized", "intent-busy"]
+    while (event := await hers.next(120))["type"] != "intent-end":
+        assert event["type"] != "error"
+    assert event["data"]["intent_output"]["response"]["response_type"] == "action_done"
+    await hers.close()
+    await stage.engine_api.quiet(timeout_s=30)
 
 
 async def test_a_sentence_too_long_for_the_model_says_so(home: Household) -> None:

@@ -47,6 +47,70 @@ async def test_sensors_recover_when_the_engine_is_restarted_under_home_assistant
     assert after["finished"] == before["finished"] + 1
 
 
+async def test_an_engine_stopped_in_the_middle_of_an_answer_is_told_and_leaves_no_half_conversation(
+    stage: Stage, home: Household
+) -> None:
+    run = await home.bob.subscribe(
+        "assist_pipeline/run",
+        start_stage="intent",
+        end_stage="intent",
+        input={"text": "Tell me a long story about a fox."},
+        pipeline=home.pipelines["chat"],
+        conversation_id="cut-short",
+    )
+    while not ((await run.next(60))["data"] or {}).get("chat_log_delta", {}).get("content"):
+        pass  # until the answer has begun
+    await stage.engine.kill()
+    while (event := await run.next(30))["type"] != "intent-end":
+        assert event["type"] != "error", event
+    response = event["data"]["intent_output"]["response"]
+    assert response["response_type"] == "error"
+    assert "The engine" in response["speech"]["plain"]["speech"]
+    await run.close()
+
+    await stage.engine.start()
+    await stage.until_back()
+    answered = await home.bob.call(
+        "conversation/process",
+        text="Go on.",
+        agent_id=home.agent("Chat"),
+        conversation_id="cut-short",
+        timeout_s=120,
+    )
+    assert answered["response"]["response_type"] == "action_done"
+
+
+async def test_a_summary_that_was_ordered_arrives_though_the_engine_is_killed_meanwhile(
+    stage: Stage, home: Household
+) -> None:
+    order = {
+        "text": "The fence is broken. The neighbours want a new one. It costs much. " * 10,
+        "title": "Fence",
+        "max_tokens": 160,
+    }
+    async with home.socket.events("subscribe_events", event_type="fairhearth_job_ended") as told:
+        job = await home.socket.act("fairhearth.submit_summary", order, returns=True)
+        assert job["state"] in ("submitted", "running")
+        path = f"/v1/jobs/{job['job_id']}"
+        begun = await until(
+            lambda: stage.engine_api.get(path),
+            lambda one: one["state"] == "running" and one["partial"],
+            "the summary is begun",
+            timeout_s=60,
+            every_s=0.05,
+        )
+        await stage.engine.kill()
+        await stage.engine.start()
+        ended = (await told.next(240))["data"]
+    assert (ended["job_id"], ended["state"], ended["title"]) == (job["job_id"], "finished", "Fence")
+    await stage.until_back()
+    whole = await home.socket.act("fairhearth.get_job", {"job_id": job["job_id"]}, returns=True)
+    assert whole["state"] == "finished"
+    assert len(whole["text"]) > len(begun["partial"]) > 0
+    event = await home.state(home.engine_entity("event", "job"))
+    assert event not in ("unknown", "unavailable")
+
+
 async def test_home_assistant_may_start_before_the_engine(stage: Stage, home: Household) -> None:
     await stage.engine.stop()
     await stage.restart_home(expect_engine=False)

@@ -77,6 +77,12 @@ class EngineProcess:
             await self._process.stop()
             self._process = None
 
+    async def kill(self) -> None:
+        """Take the process away from one moment to the next, as a power cut would."""
+        if self._process is not None:
+            await self._process.kill()
+            self._process = None
+
     def check(self) -> None:
         """Raise ProcessDied if it ended by itself."""
         if self._process is not None:

@@ -98,6 +98,11 @@ class Process:
                 await asyncio.wait_for(self._child.wait(), wait_s)
         raise RuntimeError(f"{self.name} (process {self.pid}) could not be ended")
 
+    async def kill(self) -> None:
+        """End the process without a word to it."""
+        self.send(signal.SIGKILL)
+        await self._child.wait()
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process and whatever it started."""
         with contextlib.suppress(ProcessLookupError):

@@ -1,0 +1,166 @@
+"""Each way to the model in a real Home Assistant: who is charged, and as what, by the engine's ledger."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from household import residence
+from household.client import Rest, WebSocket
+from household.residence import Household
+from household.stage import Stage
+from household.waiting import until
+
+from tests.e2e.ledger import charged
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+LAMP = "input_boolean.porch_lamp"
+SENTENCE = "Say one word."
+
+Way = Callable[[Household], Awaitable[Any]]
+
+
+def ask(home: Household) -> dict[str, Any]:
+    """Return the action that talks to the agent whose answers are short."""
+    data = {"text": SENTENCE, "agent_id": home.agent("Voice")}
+    return {"action": "conversation.process", "data": data}
+
+
+def order(home: Household) -> dict[str, Any]:
+    """Return the data of an AI task."""
+    return {"task_name": "Word", "entity_id": home.task, "instructions": SENTENCE}
+
+
+async def over_rest(home: Household) -> None:
+    await home.bob_rest.post("/api/conversation/process", {"text": SENTENCE, "agent_id": home.agent("Voice")})
+
+
+async def over_the_websocket(home: Household) -> None:
+    await home.bob.call("conversation/process", text=SENTENCE, agent_id=home.agent("Voice"), timeout_s=120)
+
+
+async def as_an_action(home: Household) -> None:
+    action = ask(home)
+    await home.bob.act(action["action"], action["data"], timeout_s=120, returns=True)
+
+
+async def as_a_task(home: Household) -> None:
+    await home.bob.act("ai_task.generate_data", order(home), timeout_s=120, returns=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "work"),
+    [(over_rest, "chat"), (over_the_websocket, "chat"), (as_an_action, "chat"), (as_a_task, "background")],
+    ids=["rest", "websocket", "action", "task"],
+)
+async def test_what_a_signed_in_user_asks_is_theirs(
+    stage: Stage, home: Household, way: Way, work: str
+) -> None:
+    async with charged(stage) as seen:
+        await way(home)
+    assert seen == {"bob": 1, work: 1}
+
+
+async def test_a_script_is_background_of_who_called_it(stage: Stage, home: Household) -> None:
+    script = {"alias": "Say a word", "sequence": [ask(home)]}
+    async with installed(home, "script", "say_a_word", script), charged(stage) as seen:
+        await home.bob.act("script.say_a_word", {}, timeout_s=120)
+    assert seen == {"bob": 1, "background": 1}
+
+
+async def switched(socket: WebSocket) -> None:
+    for action in ("turn_off", "turn_on"):
+        await socket.act(f"input_boolean.{action}", {"entity_id": LAMP})
+
+
+async def pressed(home: Household) -> None:
+    await home.socket.act("automation.trigger", {"entity_id": "automation.say_a_word"})
+
+
+async def fired(rest: Rest) -> None:
+    await rest.post("/api/events/a_word_please", {})
+
+
+async def said(home: Household) -> None:
+    """Say a sentence that an automation waits for; Home Assistant does not pass the speaker on."""
+    run = await home.bob.subscribe(
+        "assist_pipeline/run",
+        start_stage="intent",
+        end_stage="intent",
+        input={"text": "a word please"},
+        pipeline=home.pipelines["chat"],
+    )
+    while (await run.next(120))["type"] != "run-end":
+        pass
+    await run.close()
+
+
+@pytest.mark.parametrize(
+    ("set_off", "resident"),
+    [
+        (lambda home: switched(home.bob), "bob"),
+        (lambda home: switched(home.socket), "alice"),
+        (pressed, "alice"),
+        (lambda home: fired(home.rest), "house"),
+        (said, "house"),
+    ],
+    ids=["a switch of Bob", "a switch of Alice", "by hand", "by an event", "by a sentence"],
+)
+async def test_an_automation_is_background_of_who_set_it_off_where_home_assistant_says_who(
+    stage: Stage, home: Household, set_off: Way, resident: str
+) -> None:
+    automation = {
+        "alias": "Say a word",
+        "triggers": [
+            {"trigger": "state", "entity_id": LAMP, "to": "on"},
+            {"trigger": "event", "event_type": "a_word_please"},
+            {"trigger": "conversation", "command": "a word please"},
+        ],
+        "actions": [ask(home)],
+    }
+    async with (
+        installed(home, "automation", "say_a_word", automation),
+        charged(stage, num_requests=1) as seen,
+    ):
+        await set_off(home)
+    assert seen == {resident: 1, "background": 1}
+
+
+async def test_what_an_agent_sets_off_is_background_of_who_asked_the_agent(
+    stage: Stage, home: Household
+) -> None:
+    agent = await residence.add_control_agent(home)
+    await stage.engine_api.quiet(timeout_s=60)
+    await home.socket.act("input_boolean.turn_off", {"entity_id": LAMP})
+    automation = {
+        "alias": "Say a word",
+        "triggers": [{"trigger": "state", "entity_id": LAMP, "to": "on"}],
+        "actions": [ask(home)],
+    }
+    async with (
+        installed(home, "automation", "say_a_word", automation),
+        charged(stage, num_requests=3) as seen,
+    ):
+        await home.socket.call(
+            "conversation/process", text="Turn on the porch lamp.", agent_id=agent, timeout_s=120
+        )
+        assert await home.state(LAMP) == "on"
+    assert seen == {"alice": 3, "chat": 2, "background": 1}, "the call, the answer after it, the automation"
+
+
+@asynccontextmanager
+async def installed(home: Household, kind: str, name: str, config: dict[str, Any]) -> AsyncIterator[None]:
+    """Have a script or an automation for the length of a block."""
+    path = f"/api/config/{kind}/config/{name}"
+    await home.rest.post(path, config)
+
+    async def is_there() -> bool:
+        states = await home.rest.get("/api/states")
+        return any(item["entity_id"] == f"{kind}.{name}" for item in states)
+
+    await until(is_there, bool, f"{kind}.{name} is there", timeout_s=30)
+    try:
+        yield
+    finally:
+        await home.rest.delete(path)
