@@ -587,8 +587,9 @@ class FakeEngine:
         caller = caller_of(chat)
         prefill = sum(len((message.content or "").split()) for message in chat.messages)
         decode = len(answer.pieces) + len(answer.tool_calls)
+        drained = resident_report("of a resident who was removed meanwhile")
         for row in (
-            self.snapshot["residents"][caller.resident_id],
+            self.snapshot["residents"].get(caller.resident_id, drained),
             self.snapshot["classes"][caller.class_id],
         ):
             row["tokens"]["prefill"] += prefill

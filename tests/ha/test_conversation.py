@@ -13,6 +13,7 @@ from pytest_homeassistant_custom_component.common import MockConfigEntry
 from engine_service import errors as sent
 from homeassistant.components import conversation
 from homeassistant.components.homeassistant.exposed_entities import async_expose_entity
+from homeassistant.config_entries import ConfigEntryState
 from homeassistant.const import CONF_LLM_HASS_API
 from homeassistant.core import Context, HomeAssistant
 from homeassistant.setup import async_setup_component
@@ -237,6 +238,41 @@ async def test_thoughts_reach_the_dialog_but_not_the_speech(
     engine.answers.append(Answer(reasoning="Let me see.", pieces=("Yes", ".")))
     result = await converse(hass, "Hello")
     assert result.response.speech["plain"]["speech"] == "Yes."
+
+
+async def test_a_resident_removed_while_speaking_is_answered_and_is_a_guest_from_then_on(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    user = await hass.auth.async_create_user("Alice")
+    resident = next(item for item in loaded.subentries.values() if item.subentry_type == "resident")
+    hass.config_entries.async_update_subentry(loaded, resident, data={**resident.data, "users": [user.id]})
+    await hass.async_block_till_done()
+
+    def say(text: str) -> Any:
+        return conversation.async_converse(hass, text, None, Context(user_id=user.id), agent_id=AGENT)
+
+    hold = asyncio.Event()
+    engine.answers.append(Answer(hold=hold))
+    asked = hass.async_create_task(say("Tell me a story"))
+    await until(lambda: len(engine.chats) == 1)
+    hass.config_entries.async_remove_subentry(loaded, resident.subentry_id)
+    await until(lambda: "alice" not in engine.residents)
+    hold.set()
+    first = (await asked).response.speech["plain"]["speech"]
+    await until(lambda: loaded.state is ConfigEntryState.LOADED and hass.states.get(AGENT) is not None)
+    await hass.async_block_till_done()
+    second = (await say("Another one")).response.speech["plain"]["speech"]
+    assert first == second == "Hello from the fake engine."
+    assert [caller_of(chat).resident_id for chat in engine.chats] == ["alice", "guest"]
+
+
+async def test_a_resident_whom_the_engine_will_not_have_is_named(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    """As when somebody removes it there at the same moment: told again once, then it is said."""
+    engine.answers.extend([Answer(refusal=sent.UnknownResident("there is no resident 'alice'"))] * 2)
+    spoken = (await converse(hass, "Hello")).response.speech["plain"]["speech"]
+    assert spoken == "The engine does not know the resident: there is no resident 'alice'"
 
 
 @pytest.mark.parametrize(
