@@ -102,6 +102,18 @@ async def test_the_document_is_whole(home: Household) -> None:
     assert all(one["summary"] for one in operations)
 
 
+async def test_the_document_says_how_thinking_is_switched(home: Household) -> None:
+    schemas = (await home.ask("GET", "/openapi.json")).json()["components"]["schemas"]
+    for name in ("ChatRequest", "PrefixRequest"):
+        (switches,) = [
+            one
+            for one in schemas[name]["properties"]["chat_template_kwargs"]["anyOf"]
+            if one.get("type") == "object"
+        ]
+        assert "boolean" in str(switches["properties"]["enable_thinking"])
+        assert switches["additionalProperties"] is False
+
+
 def test_every_named_message_is_one_there_is() -> None:
     for route in ROUTES:
         assert route.takes is None or route.takes in SCHEMAS
