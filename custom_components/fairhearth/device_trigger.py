@@ -16,7 +16,7 @@ from homeassistant.helpers.trigger import TriggerActionType, TriggerInfo
 from homeassistant.helpers.typing import ConfigType
 
 from .const import DOMAIN
-from .entity import DeviceOwner, async_owner_of_device
+from .devices import DeviceOwner, async_owner_of_device
 from .moments import Moment, MomentKind, async_on_moment
 
 ENGINE_TRIGGERS: Final = tuple(MomentKind)

@@ -14,28 +14,27 @@ from typing import Final, override
 from homeassistant.components import conversation
 from homeassistant.config_entries import ConfigSubentry
 from homeassistant.const import CONF_MODEL
-from homeassistant.core import HomeAssistant, callback
+from homeassistant.core import callback
 from homeassistant.exceptions import HomeAssistantError
 from homeassistant.helpers import device_registry as dr
 from homeassistant.helpers.entity import Entity
 from homeassistant.helpers.update_coordinator import CoordinatorEntity
 
-from .attribution import ACCOUNTS, Attribution, Origin, after_calls, attribute
+from .attribution import Attribution, Origin, after_calls, attribute
 from .chat import deltas, is_notice, messages_of, tools_of
 from .const import (
     CONF_CONTEXT_TOKENS,
     CONF_MAX_TOKENS,
-    CONF_RESIDENT_ID,
     CONF_TEMPERATURE,
     CONF_THINKING,
     CONF_TOP_P,
     DOMAIN,
     LOGGER,
     MANUFACTURER,
-    SUBENTRY_RESIDENT,
 )
 from .context import Fitted, TokenScale, fit, length_of
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
+from .devices import account_key
 from .engine_client import ChatRequest, EngineError, Finished, JsonObject, PromptTooLong
 from .errors import as_home_assistant_error
 from .residents import classes_of, rules_of
@@ -101,36 +100,6 @@ def account_device(coordinator: FairhearthCoordinator, account: str) -> dr.Devic
         entry_type=dr.DeviceEntryType.SERVICE,
         via_device_id=coordinator.engine_device_id,
     )
-
-
-def account_key(entry_id: str, account: str) -> str:
-    """Return what the unique ids of one of the engine's own residents begin with."""
-    return f"{entry_id}_{account}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceOwner:
-    """Whom a device stands for."""
-
-    entry_id: str
-    resident_id: str | None  #: None: the engine itself
-
-
-@callback
-def async_owner_of_device(hass: HomeAssistant, device_id: str) -> DeviceOwner | None:
-    """Return whom a device stands for; None for that of an agent or an AI task, and for another's."""
-    device, entry = dr.async_get_device_and_config_entry_for_domain(hass, device_id, domain=DOMAIN)
-    if device is None or entry is None:
-        return None
-    residents = {
-        (DOMAIN, subentry.subentry_id): subentry.data[CONF_RESIDENT_ID]
-        for subentry in entry.get_subentries_of_type(SUBENTRY_RESIDENT)
-    }
-    accounts = {(DOMAIN, account_key(entry.entry_id, account)): account for account in ACCOUNTS}
-    owners = {(DOMAIN, entry.entry_id): None, **accounts, **residents}
-    for identifier in device.identifiers & owners.keys():
-        return DeviceOwner(entry_id=entry.entry_id, resident_id=owners[identifier])
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

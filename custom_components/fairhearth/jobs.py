@@ -15,6 +15,7 @@ from homeassistant.const import ATTR_DEVICE_ID
 from homeassistant.core import CALLBACK_TYPE, HomeAssistant, callback
 
 from .const import DOMAIN, EVENT_JOB_ENDED, LOGGER
+from .devices import async_name_of_resident
 from .engine_client import (
     EngineClient,
     EngineError,
@@ -99,7 +100,11 @@ class JobWatcher:
         elif self.active.pop(job.job_id, None) is None:
             return
         else:
-            whose = {"engine": self._entry.title, ATTR_DEVICE_ID: self._entry.runtime_data.engine_device_id}
+            whose = {
+                "engine": self._entry.title,
+                ATTR_DEVICE_ID: self._entry.runtime_data.engine_device_id,
+                "resident_name": async_name_of_resident(self._hass, self._entry, job.resident),
+            }
             self._hass.bus.async_fire(EVENT_JOB_ENDED, {**whose, **job_fields(job)})
             for action in list(self._on_ended):
                 action(job)

@@ -23,7 +23,7 @@ def async_describe_events(
         """Return the line of one job; any thread. Home Assistant does not say who reads it."""
         data = event.data
         told = cached_text(hass, f"logbook_{data['state']}").format(
-            job=data["title"] or data["job_id"], resident=data["resident"], error=data["error"]
+            job=data["title"] or data["job_id"], resident=data["resident_name"], error=data["error"]
         )
         return {LOGBOOK_ENTRY_NAME: data["engine"], LOGBOOK_ENTRY_MESSAGE: told}
 

@@ -25,8 +25,9 @@ from homeassistant.helpers.typing import StateType
 from .attribution import ACCOUNTS, WorkloadClass
 from .const import CONF_DAILY_TOKENS, CONF_RESIDENT_ID, SUBENTRY_RESIDENT, UNIT_TOKENS
 from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
+from .devices import account_key
 from .engine_client import ClassReport, FairnessSnapshot, Quantiles, Report, ResidentReport
-from .entity import FairhearthEntity, account_device, account_key, engine_device, subentry_device
+from .entity import FairhearthEntity, account_device, engine_device, subentry_device
 from .jobs import job_fields
 
 PARALLEL_UPDATES = 0

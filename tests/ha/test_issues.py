@@ -11,7 +11,7 @@ from pytest_homeassistant_custom_component.common import MockConfigEntry, async_
 from pytest_homeassistant_custom_component.components.recorder.common import async_wait_recording_done
 
 from custom_components.fairhearth.attribution import ResidentRule
-from custom_components.fairhearth.const import DOMAIN, EVENT_JOB_ENDED
+from custom_components.fairhearth.const import DOMAIN
 from custom_components.fairhearth.engine_client import ClassReport, FairnessSnapshot
 from custom_components.fairhearth.issues import (
     STARVING_AFTER_S,
@@ -211,17 +211,9 @@ async def test_a_removed_entry_takes_its_issues_along(hass: HomeAssistant, loade
 @pytest.mark.parametrize(
     ("language", "finished", "failed"),
     [
-        ("en", "finished the job “Monday” for alice", "failed on the job “job-2” for alice: out of pages"),
-        (
-            "sv",
-            "slutförde jobbet ”Monday” åt alice",
-            "misslyckades med jobbet ”job-2” åt alice: out of pages",
-        ),
-        (
-            "ja",
-            "alice のジョブ「Monday」を完了しました",
-            "alice のジョブ「job-2」に失敗しました：out of pages",
-        ),
+        ("en", "finished the job “Monday” for Alice", "failed on the job “job-2” for House: no"),
+        ("sv", "slutförde jobbet ”Monday” åt Alice", "misslyckades med jobbet ”job-2” åt Huset: no"),
+        ("ja", "Alice のジョブ「Monday」を完了しました", "家 のジョブ「job-2」に失敗しました：no"),
     ],
 )
 async def test_the_logbook_tells_how_a_job_ended_in_the_language_of_the_home(
@@ -241,12 +233,14 @@ async def test_the_logbook_tells_how_a_job_ended_in_the_language_of_the_home(
     assert await hass.config_entries.async_setup(entry.entry_id)
     assert await async_setup_component(hass, "logbook", {})
     await hass.async_block_till_done()
+    await until(lambda: engine.num_job_streams == 1)
     begun = dt_util.utcnow()
-    data = {"engine": "Kitchen engine", "resident": "alice", "error": None}
-    one = {**data, "job_id": "job-1", "title": "Monday", "state": "finished"}
-    other = {**data, "job_id": "job-2", "title": None, "state": "failed", "error": "out of pages"}
-    for ended in (one, other):
-        hass.bus.async_fire(EVENT_JOB_ENDED, ended)
+    for order in ({"text": "A day.", "title": "Monday", "resident": "alice"}, {"text": "A day."}):
+        await hass.services.async_call(DOMAIN, "submit_summary", order, blocking=True)
+    await until(lambda: len(entry.runtime_data.jobs.active) == 2)
+    engine.move_job("job-1", "finished", text="Quiet.")
+    engine.move_job("job-2", "failed", error="no")
+    await until(lambda: not entry.runtime_data.jobs.active)
     await async_wait_recording_done(hass)
     client = await hass_client()
     lines = await (await client.get(f"/api/logbook/{begun.isoformat()}".replace("+", "%2B"))).json()
