@@ -1,7 +1,6 @@
 """Each way to the model in a real Home Assistant: who is charged, and as what, by the engine's ledger."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ from household import residence
 from household.client import Rest, WebSocket
 from household.residence import Household
 from household.stage import Stage
-from household.waiting import until
 
+from tests.e2e.installing import installed
 from tests.e2e.ledger import charged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
@@ -147,20 +146,3 @@ async def test_what_an_agent_sets_off_is_background_of_who_asked_the_agent(
         )
         assert await home.state(LAMP) == "on"
     assert seen == {"alice": 3, "chat": 2, "background": 1}, "the call, the answer after it, the automation"
-
-
-@asynccontextmanager
-async def installed(home: Household, kind: str, name: str, config: dict[str, Any]) -> AsyncIterator[None]:
-    """Have a script or an automation for the length of a block."""
-    path = f"/api/config/{kind}/config/{name}"
-    await home.rest.post(path, config)
-
-    async def is_there() -> bool:
-        states = await home.rest.get("/api/states")
-        return any(item["entity_id"] == f"{kind}.{name}" for item in states)
-
-    await until(is_there, bool, f"{kind}.{name} is there", timeout_s=30)
-    try:
-        yield
-    finally:
-        await home.rest.delete(path)
