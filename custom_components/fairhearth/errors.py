@@ -115,6 +115,12 @@ def cached_text(hass: HomeAssistant, key: str) -> str:
     )
 
 
+def cached_class_name(hass: HomeAssistant, class_id: str) -> str:
+    """Return what a workload class is called in the language of the home; its id where it has no name."""
+    names = async_get_cached_translations(hass, hass.config.language, "selector", DOMAIN)
+    return names.get(f"component.{DOMAIN}.selector.class_name.options.{class_id}", class_id)
+
+
 def _path(key: str) -> str:
     return f"component.{DOMAIN}.exceptions.{key}.message"
 

@@ -20,6 +20,7 @@ from homeassistant.helpers.event import async_call_later
 from .attribution import ResidentRule
 from .const import CONF_RESIDENT_ID, DOMAIN, SUBENTRY_AI_TASK, SUBENTRY_CONVERSATION, SUBENTRY_RESIDENT
 from .engine_client import SCHEMA_VERSION, ClassReport, FairnessSnapshot
+from .errors import cached_class_name
 from .residents import rules_of
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ class IssueKeeper:
         starving = self._watch.starving(snapshot.classes, self._hass.loop.time(), paused=paused)
         for class_id in starving ^ self._starving:
             is_starving = class_id in starving
-            self._set(f"class_starving_{class_id}", is_starving, "class_starving", {"class": class_id})
+            name = {"class": cached_class_name(self._hass, class_id)}
+            self._set(f"class_starving_{class_id}", is_starving, "class_starving", name)
         self._starving = starving
 
     @callback

@@ -179,9 +179,18 @@ def test_a_class_that_shows_a_sign_of_life_does_not_starve(sign: dict[str, int])
     assert watch.starving(classes(), STARVING_AFTER_S + 1) == set()
 
 
+@pytest.mark.parametrize(("language", "name"), [("en", "background"), ("sv", "bakgrund")])
 async def test_a_starving_class_is_told_and_taken_away(
-    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry, monkeypatch: pytest.MonkeyPatch
+    hass: HomeAssistant,
+    engine: FakeEngine,
+    loaded: MockConfigEntry,
+    monkeypatch: pytest.MonkeyPatch,
+    language: str,
+    name: str,
 ) -> None:
+    translation.async_setup(hass)  # as Home Assistant begins
+    await hass.config.async_update(language=language)
+    await translation.async_load_integrations(hass, {DOMAIN})
     monkeypatch.setattr("custom_components.fairhearth.issues.STARVING_AFTER_S", 1.0)
     await engine.publish(lambda snapshot: snapshot["classes"]["background"].update(requests_waiting=3))
     await until(lambda: loaded.runtime_data.data.classes["background"].requests_waiting == 3)
@@ -194,7 +203,7 @@ async def test_a_starving_class_is_told_and_taken_away(
             break
     assert told(hass)["class_starving"].translation_placeholders == {
         "engine": "Kitchen engine",
-        "class": "background",
+        "class": name,
     }
     await engine.publish(lambda snapshot: snapshot["classes"]["background"].update(requests_waiting=0))
     await until(lambda: told(hass) == {})

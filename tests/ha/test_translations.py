@@ -68,6 +68,10 @@ def test_every_error_has_a_text_and_every_text_an_error() -> None:
     assert TEXTS["exceptions"].keys() == raised
 
 
+def test_every_workload_class_has_a_name() -> None:
+    assert TEXTS["selector"]["class_name"]["options"].keys() == set(WorkloadClass)
+
+
 def test_every_device_trigger_has_a_name() -> None:
     assert TEXTS["device_automation"].keys() == {"trigger_type"}
     assert TEXTS["device_automation"]["trigger_type"].keys() == set(MomentKind)
