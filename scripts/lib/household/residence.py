@@ -243,7 +243,7 @@ async def _add_pipeline(socket: WebSocket, name: str, agent: str) -> str:
 
 
 async def add_control_agent(home: Household) -> str:
-    """Add an agent that may switch the lamps; return its entity id.
+    """Add an agent that may switch the lamps, unless it is there; return its entity id.
 
     A small model does as the examples in its prompt do, so each command it should understand is there once.
     """
@@ -260,12 +260,14 @@ async def add_control_agent(home: Household) -> str:
         "max_tokens": 64,
         "temperature": 0,
     }
-    await flows.add_subentry(home.rest, home.entry_id, "conversation", answers)
-    await _settled(home.rest)
-    (subentry_id,) = (
-        item["subentry_id"]
-        for item in await flows.subentries(home.socket, home.entry_id)
-        if item["title"] == "Control"
-    )
+
+    async def found() -> list[str]:
+        subentries = await flows.subentries(home.socket, home.entry_id)
+        return [item["subentry_id"] for item in subentries if item["title"] == answers["name"]]
+
+    if not await found():
+        await flows.add_subentry(home.rest, home.entry_id, "conversation", answers)
+        await _settled(home.rest)
+    (subentry_id,) = await found()
     key = ("conversation", subentry_id)
     return (await flows.until_entities(home.socket, "fairhearth", {key}))[key]
