@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine_service.engine.sessions import Finished, Order, Timings
-from engine_service.errors import EngineError, GenerationFailed, InvalidRequest, NotSupported, UnknownModel
+from engine_service.errors import EngineError, GenerationFailed, InvalidRequest, NotSupported
 from engine_service.protocol import EmbeddingsRequest, Extension
 from engine_service.server.plans import Running, check_token_ids, off_loop
-from engine_service.server.service import Service
+from engine_service.server.service import Service, require_model
 
 _AT_ONCE: Final = 4
 
@@ -57,8 +57,8 @@ def _check(service: Service, message: EmbeddingsRequest, caller: Extension) -> N
             f"the backend {info.backend!r} makes no embeddings of {info.name!r}; "
             "GET /v1/engine says `can_embed`"
         )
-    if message.model and message.model != info.name:
-        raise UnknownModel(f"the model {message.model!r} is not served here; {info.name!r} is", param="model")
+    if message.model:
+        require_model(service, message.model, param="model")
     if message.dimensions not in (None, info.embedding_size):
         raise InvalidRequest(
             f"{info.name!r} makes embeddings of {info.embedding_size} dimensions, which cannot be shortened",

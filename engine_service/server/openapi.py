@@ -79,6 +79,7 @@ _IDENTITY: Final[dict[str, Validator]] = {
     "schema_version": _COUNT,
     "model": _TEXT,
 }
+_MODEL: Final = _message(id=_TEXT, object=one_of(["model"]), created=_COUNT, owned_by=_TEXT)
 _RESIDENT: Final = _message(
     id=_TEXT,
     name=_TEXT,
@@ -145,10 +146,8 @@ ANSWERS: Final[Mapping[str, Validator]] = {
         policy=_TEXT,
         scopes=_SCOPES,
     ),
-    "Models": _message(
-        object=one_of(["list"]),
-        data=list_of(_message(id=_TEXT, object=one_of(["model"]), created=_COUNT, owned_by=_TEXT)),
-    ),
+    "Model": _MODEL,
+    "Models": _message(object=one_of(["list"]), data=list_of(_MODEL)),
     "ChatCompletion": _message(object=one_of(["chat.completion"]), **_ANSWER),
     "Completion": _message(object=one_of(["text_completion"]), **_ANSWER),
     "Embeddings": _message(

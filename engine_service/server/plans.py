@@ -14,12 +14,12 @@ from typing import Final, TypeVar
 
 from engine_service.chat.sampling import sampling_for
 from engine_service.engine.sessions import Finished, Order, Session, SessionEvent
-from engine_service.errors import EngineError, InvalidRequest, UnknownModel
+from engine_service.errors import EngineError, InvalidRequest
 from engine_service.protocol import ChatRequest, CompletionRequest, Extension, Message, Options
 from engine_service.scheduling.model import RequestId
 from engine_service.server.meters import Meters
 from engine_service.server.replies import ChatReply, Head, Reply, TextReply
-from engine_service.server.service import Service
+from engine_service.server.service import Service, require_model
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -75,9 +75,8 @@ async def plan_completion(service: Service, message: CompletionRequest, caller: 
 
 def _check(service: Service, options: Options, caller: Extension) -> None:
     """Refuse what only this engine can know to be wrong, before any work is done."""
-    served = service.engine.info.name
-    if options.model and options.model != served:
-        raise UnknownModel(f"the model {options.model!r} is not served here; {served!r} is", param="model")
+    if options.model:
+        require_model(service, options.model, param="model")
     service.residents.check(caller.resident_id, param="fairhearth.resident")
     check_token_ids(service, tuple(options.logit_bias), "logit_bias")
 

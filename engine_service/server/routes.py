@@ -54,6 +54,7 @@ ROUTES: Final = (
     ),
     Route(method="GET", path="/v1/engine", handler=about.engine, gives={200: "Engine"}),
     Route(method="GET", path="/v1/models", handler=about.models, gives={200: "Models"}),
+    Route(method="GET", path="/v1/models/{model_id}", handler=about.model, gives={200: "Model"}),
     Route(
         method="POST",
         path="/v1/chat/completions",

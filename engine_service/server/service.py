@@ -13,7 +13,7 @@ from engine_service import __version__
 from engine_service.chat.conversation import Conversation
 from engine_service.checks import shown
 from engine_service.engine.loop import Engine
-from engine_service.errors import InvalidRequest, RequestTooLarge
+from engine_service.errors import InvalidRequest, RequestTooLarge, UnknownModel
 from engine_service.identity.caller import Caller
 from engine_service.identity.pairing import PairingDesk
 from engine_service.identity.tokens import TokenBook
@@ -61,6 +61,13 @@ class Service:
             "schema_version": SCHEMA_VERSION,
             "model": self.engine.info.name,
         }
+
+
+def require_model(service: Service, name: str, *, param: str) -> None:
+    """Raise UnknownModel, naming the model that is served, where name is another one."""
+    served = service.engine.info.name
+    if name != served:
+        raise UnknownModel(f"the model {shown(name)} is not served here; {served!r} is", param=param)
 
 
 SERVICE: Final = web.AppKey("service", Service)

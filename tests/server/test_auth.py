@@ -14,6 +14,7 @@ ADDRESSES = [
     ("GET", "/ready", None, ALL | {None}),
     ("GET", "/v1/engine", None, ALL),
     ("GET", "/v1/models", None, ALL),
+    ("GET", "/v1/models/simulated", None, ALL),
     ("GET", "/v1/residents", None, ALL),
     ("GET", "/v1/capacity", None, ALL),
     ("GET", "/v1/fairness", None, ALL),

@@ -58,6 +58,17 @@ async def test_who_answers_is_told_in_the_golden_shape(home: Household, path: st
     assert answer.keys() == golden(name).keys()
 
 
+async def test_one_model_is_described_as_in_the_list(home: Household) -> None:
+    listed = (await home.ask("GET", "/v1/models")).json()["data"]
+    assert [(await home.ask("GET", f"/v1/models/{one['id']}")).json() for one in listed] == listed
+
+
+async def test_a_model_that_is_not_served_is_told_which_one_is(home: Household) -> None:
+    error = (await home.ask("GET", "/v1/models/gpt-4")).error
+    assert (error["code"], error["param"]) == ("unknown_model", "model_id")
+    assert error["message"] == "the model 'gpt-4' is not served here; 'simulated' is"
+
+
 async def test_the_engine_keeps_its_identity_over_a_restart(start: Start) -> None:
     async with start() as first:
         before = (await first.ask("GET", "/health")).json()

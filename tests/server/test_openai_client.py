@@ -56,6 +56,13 @@ def asks(content: str = "What is the capital of France?") -> list[Any]:
     return [{"role": "user", "content": content}]
 
 
+async def test_the_served_model_can_be_asked_for_by_its_name(client: openai.AsyncOpenAI, model: str) -> None:
+    assert (await client.models.retrieve(model)).id == model
+    with pytest.raises(openai.NotFoundError, match="is not served here") as refused:
+        await client.models.retrieve("somebody/gpt-4")
+    assert refused.value.code == "unknown_model"
+
+
 async def test_an_answer_comes_whole(client: openai.AsyncOpenAI, model: str) -> None:
     answer = await client.chat.completions.create(model=model, messages=asks(), max_tokens=30, temperature=0)
     assert answer.choices[0].message.content

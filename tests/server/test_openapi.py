@@ -19,6 +19,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("GET", "/ready", None),
     ("GET", "/v1/engine", None),
     ("GET", "/v1/models", None),
+    ("GET", "/v1/models/simulated", None),
     ("GET", "/v1/capacity", None),
     ("GET", "/v1/fairness", None),
     ("GET", "/v1/residents", None),
@@ -48,7 +49,7 @@ STREAMS_AND_FILES = {"/", "/status.js", "/status.css", "/openapi.json", "/metric
 
 async def test_every_route_is_asked_by_these_tests() -> None:
     def form(path: str) -> str:
-        return re.sub(r"{\w+}|JOB|(?<=residents/)bob", "*", path)
+        return re.sub(r"{\w+}|JOB|(?<=residents/)bob|(?<=models/)simulated", "*", path)
 
     asked = {(method, form(path)) for method, path, _ in ASKED}
     served = {(r.method, form(r.path)) for r in ROUTES if r.path not in STREAMS_AND_FILES}
@@ -63,6 +64,7 @@ async def test_every_answer_is_as_the_document_says(home: Household) -> None:
             message = {**message, "code": home.service.pairing.open()}
         answer = await home.ask(method, path.replace("JOB", job_id), message)
         template = re.sub(r"JOB", "{job_id}", path).replace("residents/bob", "residents/{resident_id}")
+        template = template.replace("models/simulated", "models/{model_id}")
         responses = document["paths"][template][method.lower()]["responses"]
         assert str(answer.status) in responses, (method, path, answer.body)
         content = responses[str(answer.status)].get("content")
@@ -82,6 +84,7 @@ async def test_every_answer_is_as_the_document_says(home: Household) -> None:
         ("POST", "/v1/chat/completions", {}),
         ("POST", "/v1/pair", {"code": "123456", "name": "x"}),
         ("GET", "/v1/jobs/none", None),
+        ("GET", "/v1/models/none", None),
         ("POST", "/v1/embeddings", {"input": "x"}),
     ],
 )

@@ -172,6 +172,8 @@ async def test_a_body_larger_than_the_engine_reads_is_refused(home: Household) -
         ("OPTIONS", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/residents/guest", 400, "invalid_request"),
         ("DELETE", "/v1/residents/house", 400, "invalid_request"),
+        ("GET", "/v1/models/gpt-4", 404, "unknown_model"),
+        ("GET", "/v1/models/somebody%2Fgpt-4", 404, "unknown_model"),
         ("DELETE", "/v1/residents/nobody", 404, "unknown_resident"),
         ("DELETE", "/v1/residents/Not%20One", 400, "invalid_request"),
     ],

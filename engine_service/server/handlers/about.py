@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 
 from engine_service.errors import EngineStopping
 from engine_service.server.meters import CONTENT_TYPE
 from engine_service.server.replies import error_body
-from engine_service.server.service import CALLER, SERVICE, respond
+from engine_service.server.service import CALLER, SERVICE, Service, require_model, respond
 
 
 async def health(request: web.Request) -> web.StreamResponse:
@@ -50,14 +52,23 @@ async def engine(request: web.Request) -> web.StreamResponse:
 
 async def models(request: web.Request) -> web.StreamResponse:
     """GET /v1/models: OpenAI's list of the one model."""
+    return respond({"object": "list", "data": [_model(request.app[SERVICE])]})
+
+
+async def model(request: web.Request) -> web.StreamResponse:
+    """GET /v1/models/{id}: OpenAI's description of the one model."""
     service = request.app[SERVICE]
-    model = {
+    require_model(service, request.match_info["model_id"], param="model_id")
+    return respond(_model(service))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
         "id": service.engine.info.name,
         "object": "model",
         "created": service.created,
         "owned_by": "fairhearth",
     }
-    return respond({"object": "list", "data": [model]})
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:
