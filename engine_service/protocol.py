@@ -685,7 +685,7 @@ _OPTIONS: Final[Mapping[Any, Any]] = {
     vol.Optional("top_p"): or_none(number(maximum=1, above=0)),
     vol.Optional("top_k"): or_none(whole_number(0, 2**31 - 1)),
     vol.Optional("min_p"): or_none(number(0, 1)),
-    vol.Optional("repetition_penalty"): or_none(number(maximum=100, above=0)),
+    vol.Optional("repetition_penalty"): or_none(number(0.01, 100)),
     vol.Optional("presence_penalty"): or_none(number(-2, 2)),
     vol.Optional("frequency_penalty"): or_none(number(-2, 2)),
     vol.Optional("seed"): or_none(whole_number(-(2**63), 2**64 - 1)),
@@ -712,8 +712,9 @@ UNUSED: Final = (
     "safety_identifier",
     "reasoning_effort",
     "verbosity",
+    "provider",  # OpenRouter's, which Home Assistant's own integration of that name sends with every request
 )
-"""OpenAI fields accepted and ignored, whatever they hold."""
+"""OpenAI fields (and one of OpenRouter) accepted and ignored, whatever they hold."""
 
 _UNUSED_FIELDS: Final = {vol.Optional(name): _unused for name in UNUSED}
 

@@ -41,6 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Message = dict[str, Any]
 
 DOCUMENT: Final = web.AppKey("document", dict)
+STREAM: Final = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,24 @@ class Route:
     scope: Scope | None = None  #: None: any known token
     takes: str | None = None  #: a name of `protocol.SCHEMAS`
     gives: Mapping[int, str] = field(default_factory=dict)  #: status to a name of ANSWERS or a media type
+    streams: bool = False  #: may answer 200 with a stream of events instead
+    refuses: Iterable[int] = ()  #: statuses beside those that follow from the fields above
     query: Mapping[str, Validator] = field(default_factory=dict)
+
+    def refusals(self) -> list[int]:
+        """Return every status with which this address refuses, in order.
+
+        A token may be missing or unknown (401), may not do this (403), may have been guessed too often (429);
+        a body may be wrong (400) or too large (413); the engine may make a mistake anywhere (500).
+        """
+        statuses = {500, *self.refuses}
+        if not self.is_open:
+            statuses |= {401, 429}
+        if self.scope is not None:
+            statuses.add(403)
+        if self.takes is not None:
+            statuses |= {400, 413}
+        return sorted(statuses - self.gives.keys())
 
 
 _TEXT: Final = text()
@@ -261,8 +279,11 @@ def _operation(route: Route) -> Message:
         "operationId": f"{name}.{suffix}" if suffix else name,
         "summary": _summary(route.handler),
         "security": [] if route.is_open else [{"token": []}],
-        "responses": {str(status): _response(kind) for status, kind in route.gives.items()},
+        "responses": {str(status): _response(kind) for status, kind in route.gives.items()}
+        | {str(status): _response("Error") for status in route.refusals()},
     }
+    if route.streams:
+        operation["responses"]["200"]["content"][STREAM] = {}
     if route.scope is not None:
         operation["description"] = f"Needs a token with the scope `{route.scope.value}`."
     if parameters := _parameters(route):
@@ -270,7 +291,6 @@ def _operation(route: Route) -> Message:
     if route.takes is not None:
         content = {"application/json": {"schema": _reference(route.takes)}}
         operation["requestBody"] = {"required": True, "content": content}
-    operation["responses"]["default"] = _response("Error")
     return operation
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 from engine_service.engine.loop import Engine
-from engine_service.errors import InvalidRequest, UnknownResident
+from engine_service.errors import InvalidRequest, StorageUnavailable, UnknownResident
 from engine_service.protocol import ResidentRequest
 from engine_service.scheduling.model import GUEST, HOUSE, ResidentId
 from engine_service.settings import NamedResident, named
@@ -52,14 +52,17 @@ class ResidentBook:
             raise UnknownResident(f"there is no resident {resident_id!r}; known are {known}", param=param)
 
     async def put(self, entry: NamedResident) -> None:
-        """Add or replace a resident."""
+        """Add or replace a resident; raise StorageUnavailable where that holds but cannot be kept."""
         async with self._lock:
             self._all[entry.resident_id] = entry
             self._kept[entry.resident_id] = entry
             await self._publish()
 
     async def remove(self, resident_id: ResidentId) -> None:
-        """Remove a resident; its requests drain. Raises UnknownResident, InvalidRequest for fixed ones."""
+        """Remove a resident; its requests drain.
+
+        Raises UnknownResident, InvalidRequest for fixed ones, StorageUnavailable as `put`.
+        """
         async with self._lock:
             self.check(resident_id, param="resident")
             if resident_id in (GUEST, HOUSE):
@@ -78,7 +81,12 @@ class ResidentBook:
     async def _publish(self) -> None:
         """Tell the engine, then keep what changed; a full disk must not stop the household."""
         await self._tell_engine()
-        await asyncio.to_thread(self._state.keep_residents, list(self._kept.values()))
+        try:
+            await asyncio.to_thread(self._state.keep_residents, list(self._kept.values()))
+        except OSError as error:
+            raise StorageUnavailable(
+                f"the residents are changed until the engine ends, but cannot be kept: {error.strerror}"
+            ) from None
 
     async def _tell_engine(self) -> None:
         entries = list(self._all.values())

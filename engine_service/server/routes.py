@@ -20,10 +20,11 @@ from engine_service.server.handlers import (
     residents,
     status,
 )
-from engine_service.server.openapi import Route
+from engine_service.server.openapi import STREAM, Route
 from engine_service.settings import Scope
 
-_STREAM: Final = "text/event-stream"
+_MODEL_WORK: Final = (404, 501, 503)
+"""Who asks may name what is not here, the model may not be able to, the engine may be full or stopping."""
 
 ROUTES: Final = (
     Route(method="GET", path="/", handler=status.page, is_open=True, gives={200: "text/html"}),
@@ -51,10 +52,17 @@ ROUTES: Final = (
         is_open=True,
         takes="PairRequest",
         gives={201: "Pairing"},
+        refuses=(403, 429, 503),
     ),
     Route(method="GET", path="/v1/engine", handler=about.engine, gives={200: "Engine"}),
     Route(method="GET", path="/v1/models", handler=about.models, gives={200: "Models"}),
-    Route(method="GET", path="/v1/models/{model_id}", handler=about.model, gives={200: "Model"}),
+    Route(
+        method="GET",
+        path="/v1/models/{model_id}",
+        handler=about.model,
+        gives={200: "Model"},
+        refuses=(404,),
+    ),
     Route(
         method="POST",
         path="/v1/chat/completions",
@@ -62,6 +70,8 @@ ROUTES: Final = (
         scope=Scope.GENERATE,
         takes="ChatRequest",
         gives={200: "ChatCompletion"},
+        streams=True,
+        refuses=_MODEL_WORK,
     ),
     Route(
         method="POST",
@@ -70,6 +80,8 @@ ROUTES: Final = (
         scope=Scope.GENERATE,
         takes="CompletionRequest",
         gives={200: "Completion"},
+        streams=True,
+        refuses=_MODEL_WORK,
     ),
     Route(
         method="POST",
@@ -78,6 +90,7 @@ ROUTES: Final = (
         scope=Scope.GENERATE,
         takes="PrefixRequest",
         gives={200: "Prefix"},
+        refuses=_MODEL_WORK,
     ),
     Route(
         method="POST",
@@ -85,7 +98,8 @@ ROUTES: Final = (
         handler=generate.embed,
         scope=Scope.GENERATE,
         takes="EmbeddingsRequest",
-        gives={200: "Embeddings", 501: "Error"},
+        gives={200: "Embeddings"},
+        refuses=_MODEL_WORK,
     ),
     Route(method="GET", path="/v1/policy", handler=policy.read, gives={200: "Policy"}),
     Route(
@@ -95,6 +109,7 @@ ROUTES: Final = (
         scope=Scope.POLICY,
         takes="PolicyRequest",
         gives={200: "Policy"},
+        refuses=(503,),
     ),
     Route(
         method="PATCH",
@@ -103,6 +118,7 @@ ROUTES: Final = (
         scope=Scope.POLICY,
         takes="PolicyRequest",
         gives={200: "Policy"},
+        refuses=(503,),
     ),
     Route(
         method="POST",
@@ -119,6 +135,7 @@ ROUTES: Final = (
         scope=Scope.POLICY,
         takes="RollbackRequest",
         gives={200: "Policy"},
+        refuses=(503,),
     ),
     Route(
         method="POST",
@@ -127,6 +144,7 @@ ROUTES: Final = (
         scope=Scope.POLICY,
         takes="RehearsalRequest",
         gives={200: "Rehearsal"},
+        refuses=(503,),
     ),
     Route(
         method="POST",
@@ -135,6 +153,7 @@ ROUTES: Final = (
         scope=Scope.GENERATE,
         takes="JobRequest",
         gives={202: "Job", 200: "Job"},
+        refuses=(*_MODEL_WORK, 409),
     ),
     Route(
         method="GET",
@@ -143,13 +162,15 @@ ROUTES: Final = (
         scope=Scope.GENERATE,
         gives={200: "Jobs"},
         query=openapi.JOB_QUERY,
+        refuses=(400, 503),
     ),
     Route(
         method="GET",
         path="/v1/jobs/stream",
         handler=jobs.stream,
         scope=Scope.GENERATE,
-        gives={200: _STREAM},
+        gives={200: STREAM},
+        refuses=(503,),
     ),
     Route(
         method="GET",
@@ -157,6 +178,7 @@ ROUTES: Final = (
         handler=jobs.get,
         scope=Scope.GENERATE,
         gives={200: "Job"},
+        refuses=(404, 503),
     ),
     Route(
         method="DELETE",
@@ -164,6 +186,7 @@ ROUTES: Final = (
         handler=jobs.cancel,
         scope=Scope.GENERATE,
         gives={200: "Job"},
+        refuses=(404, 503),
     ),
     Route(method="GET", path="/v1/residents", handler=residents.list_all, gives={200: "Residents"}),
     Route(
@@ -173,6 +196,7 @@ ROUTES: Final = (
         scope=Scope.RESIDENTS,
         takes="ResidentRequest",
         gives={200: "Resident"},
+        refuses=(503,),
     ),
     Route(
         method="DELETE",
@@ -180,10 +204,11 @@ ROUTES: Final = (
         handler=residents.delete,
         scope=Scope.RESIDENTS,
         gives={204: "removed"},
+        refuses=(400, 404, 503),
     ),
     Route(method="GET", path="/v1/capacity", handler=capacity.capacity, gives={200: "Capacity"}),
     Route(method="GET", path="/v1/fairness", handler=fairness.once, gives={200: "Fairness"}),
-    Route(method="GET", path="/v1/fairness/stream", handler=fairness.stream, gives={200: _STREAM}),
+    Route(method="GET", path="/v1/fairness/stream", handler=fairness.stream, gives={200: STREAM}),
     Route(
         method="GET", path="/metrics", handler=about.metrics, scope=Scope.METRICS, gives={200: "text/plain"}
     ),

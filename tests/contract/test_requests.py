@@ -94,7 +94,7 @@ def test_a_body_that_is_no_json_is_refused_with_its_place(body: bytes, message: 
         ({"top_p": 1.1}, "top_p", "<= 1"),
         ({"min_p": 2}, "min_p", "from 0 to 1"),
         ({"top_k": -1}, "top_k", "from 0"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "> 0"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty", "a number from 0.01 to 100"),
         ({"seed": 1.0}, "seed", "a whole number"),
         ({"stop": ""}, "stop", "must not be empty"),
         ({"stop": ["a", ""]}, "stop[1]", "must not be empty"),

@@ -48,6 +48,16 @@ def covers(live: Any, wanted: Any, path: str = "") -> None:
         assert live == wanted, path
 
 
+async def test_a_resident_that_cannot_be_kept_is_served_and_told(home: Household, tmp_path: Path) -> None:
+    (tmp_path / "state" / "residents.json").mkdir()  # as little can be written there as on a full disk
+    for method, message in (("PUT", {"weight": 3}), ("DELETE", None)):
+        answer = await home.ask(method, "/v1/residents/bob", message)
+        assert (answer.status, answer.error["code"]) == (503, "storage_unavailable")
+        assert "cannot be kept" in answer.error["message"]
+        residents = (await home.ask("GET", "/v1/residents")).json()["residents"]
+        assert ("bob" in [entry["id"] for entry in residents]) == (method == "PUT")
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [("/health", "health"), ("/ready", "ready"), ("/v1/engine", "engine"), ("/v1/models", "models")],
