@@ -1,4 +1,4 @@
-"""schemathesis against the served OpenAPI document: whatever it draws, the engine answers as the document says.
+"""schemathesis against the served OpenAPI document: what it draws from it is answered as it says.
 
 Of its checks these hold: no server error, only documented statuses, content types, headers and bodies, and
 nothing that the document forbids is accepted. That everything it allows is accepted does not hold: a schema
