@@ -66,6 +66,7 @@ class Job:
     ended_at: float | None = None
     attempts: int = 0
     output: Output = Output()
+    model: str | None = None  #: the model that wrote the output; None before it began, or not known
     result: Json | None = None
     result_sha256: str | None = None
     error: Json | None = None

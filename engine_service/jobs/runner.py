@@ -45,6 +45,11 @@ _LATER: Final = (QueueFull, QuotaExhausted, TooManyRequests, EngineStopping)
 class Run(Protocol):
     """A job that the engine has taken."""
 
+    @property
+    def model(self) -> str:
+        """The model that writes it."""
+        ...
+
     def outputs(self) -> AsyncIterator[Output]:
         """Yield all that is written so far, whenever there is more; raise the EngineError that ends it."""
         ...
@@ -74,15 +79,16 @@ class Work(Protocol):
 class _Running:
     """A job in the runner's hands."""
 
-    job: Job
+    job: Job  #: with the longest it has written, in this run or an earlier one
     task: asyncio.Task[None]
+    output: Output  #: of this run, which may begin anew
     run: Run | None = None  #: once the engine has taken it
     first_output_at: float | None = None
     tokens_before: int = 0
 
     def pace_s(self, now: float) -> float | None:
         """Return the seconds (> 0) an output token took until now, None if that cannot be said yet."""
-        fresh = len(self.job.output.token_ids) - self.tokens_before
+        fresh = len(self.output.token_ids) - self.tokens_before
         if self.first_output_at is None or fresh <= 1 or now <= self.first_output_at:
             return None
         return (now - self.first_output_at) / fresh
@@ -168,19 +174,17 @@ class JobRunner:
         if is_new:
             self._tell(kept)
             self._wake.set()
-        return self._as_now(kept), is_new
+        return kept, is_new
 
     async def get(self, job_id: str) -> Job | None:
-        """Return the job as of now."""
-        job = await self._store.get(job_id)
-        return None if job is None else self._as_now(job)
+        """Return the job with what is on disk of it, so that no kill takes back what was told."""
+        return await self._store.get(job_id)
 
     async def newest(
         self, *, state: JobState | None = None, resident_id: ResidentId | None = None, limit: int
     ) -> list[Job]:
-        """Return at most limit jobs as of now, newest first, all states and residents unless named."""
-        found = await self._store.newest(state=state, resident_id=resident_id, limit=limit)
-        return [self._as_now(job) for job in found]
+        """Return at most limit jobs as `get` does, newest first, all states and residents unless named."""
+        return await self._store.newest(state=state, resident_id=resident_id, limit=limit)
 
     async def cancel(self, job_id: str) -> None:
         """End the job unless it has ended."""
@@ -217,16 +221,11 @@ class JobRunner:
             wait_s, pace_s = 0.0, entry.pace_s(now)
         if wait_s is None or pace_s is None:
             return None
-        return wait_s + max(0, most - len(job.output.token_ids)) * pace_s
+        return wait_s + max(0, most - len(entry.output.token_ids)) * pace_s
 
     def _usual_pace_s(self, now: float) -> float | None:
         paces = [pace for entry in self._running.values() if (pace := entry.pace_s(now)) is not None]
         return sum(paces) / len(paces) if paces else self._last_pace_s
-
-    def _as_now(self, job: Job) -> Job:
-        """Return the job with what it has written since it was last kept."""
-        entry = self._running.get(job.job_id)
-        return job if entry is None or job.state.is_final else replace(job, output=entry.job.output)
 
     def _tell(self, job: Job) -> None:
         for feed in self._feeds:
@@ -256,7 +255,7 @@ class JobRunner:
         if job is None or job.state.is_final:
             return
         task = asyncio.create_task(self._run(job), name=f"job {job.job_id}")
-        self._running[job.job_id] = _Running(job, task, tokens_before=len(job.output.token_ids))
+        self._running[job.job_id] = _Running(job, task, job.output, tokens_before=len(job.output.token_ids))
         task.add_done_callback(lambda _: self._done(job_id))
 
     def _done(self, job_id: str) -> None:
@@ -301,16 +300,18 @@ class JobRunner:
         entry = self._running[job.job_id]
         entry.run = run
         try:
-            if not await self._store.begin(job.job_id, now=self._clock()):
+            if not await self._store.begin(job.job_id, now=self._clock(), model=run.model):
                 raise asyncio.CancelledError  # it ended while it was ordered
+            if job.model not in (None, run.model):
+                entry.job, entry.output = replace(job, output=Output()), Output()
             await self._tell_from_store(job.job_id)
-            kept_at = self._clock()
+            kept_at: float | None = None
             async for output in run.outputs():
                 now = self._clock()
                 self._note(job.job_id, output, now)
-                if not 0 <= now - kept_at < KEEP_EVERY_S:
+                if kept_at is None or not 0 <= now - kept_at < KEEP_EVERY_S:
                     kept_at = now
-                    await self._keep(job.job_id, output)
+                    await self._keep(job.job_id)
             return run.result()
         finally:
             self._last_pace_s = entry.pace_s(self._clock()) or self._last_pace_s
@@ -320,11 +321,13 @@ class JobRunner:
         entry = self._running[job_id]
         if entry.first_output_at is None:
             entry.first_output_at, entry.tokens_before = now, len(output.token_ids)
-        entry.job = replace(entry.job, output=output)
+        entry.output = output
+        if len(output.token_ids) >= len(entry.job.output.token_ids):  # else progress would go back
+            entry.job = replace(entry.job, output=output)
 
-    async def _keep(self, job_id: str, output: Output) -> None:
+    async def _keep(self, job_id: str) -> None:
         with contextlib.suppress(StorageUnavailable):  # logged; what is missing is computed again
-            await self._store.keep(job_id, output)
+            await self._store.keep(job_id, self._running[job_id].job.output)
         await self._tell_from_store(job_id)
 
     async def _put_back(self, job_id: str, *, after_s: float = 0.0) -> None:
@@ -337,7 +340,8 @@ class JobRunner:
         self, job_id: str, state: JobState, *, result: Json | None = None, error: EngineError | None = None
     ) -> None:
         """End the job, however long the disk takes: what was computed must not be lost to a full one."""
-        output = self._running[job_id].job.output
+        entry = self._running[job_id]
+        output = entry.output if state is JobState.FINISHED else entry.job.output
         while True:
             try:
                 return await self._end(job_id, state, output=output, result=result, error=error)

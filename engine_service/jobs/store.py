@@ -28,7 +28,7 @@ from engine_service.scheduling.model import ResidentId, WorkloadClass
 
 _LOGGER = logging.getLogger(__name__)
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS jobs (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, key TEXT, title TEXT, state TEXT NOT NULL,
@@ -36,24 +36,31 @@ CREATE TABLE IF NOT EXISTS jobs (
     created_at REAL NOT NULL, started_at REAL, ended_at REAL, deadline_at REAL, keep_s REAL NOT NULL,
     attempts INTEGER NOT NULL, token_ids TEXT NOT NULL, text TEXT NOT NULL,
     result TEXT, result_sha256 TEXT, error TEXT,
-    webhook TEXT, webhook_state TEXT NOT NULL DEFAULT 'waiting', webhook_tries INTEGER NOT NULL DEFAULT 0
+    webhook TEXT, webhook_state TEXT NOT NULL DEFAULT 'waiting', webhook_tries INTEGER NOT NULL DEFAULT 0,
+    model TEXT
 );
 CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_key ON jobs (owner, key) WHERE key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, created_at);
 """
-_FROM_1: Final = """
-BEGIN;
+_STEPS: Final = {
+    1: """
 ALTER TABLE jobs ADD COLUMN webhook TEXT;
 ALTER TABLE jobs ADD COLUMN webhook_state TEXT NOT NULL DEFAULT 'waiting';
 ALTER TABLE jobs ADD COLUMN webhook_tries INTEGER NOT NULL DEFAULT 0;
-PRAGMA user_version = 2;
-COMMIT;
-"""
+""",
+    # Which model wrote an answer stands in the answer; of one that is not whole nobody knows.
+    2: """
+ALTER TABLE jobs ADD COLUMN model TEXT;
+UPDATE jobs SET model = json_extract(result, '$.model') WHERE result IS NOT NULL;
+""",
+}
+"""From each earlier version to the next; each step is taken as a whole or not at all."""
 _COLUMNS: Final = (
     "id, owner, key, title, state, resident, class, program, request, created_at, started_at, ended_at, "
     "deadline_at, keep_s, attempts, token_ids, text, result, result_sha256, error, "
-    "webhook, webhook_state, webhook_tries"
+    "webhook, webhook_state, webhook_tries, model"
 )
+_UNLESS_OTHER: Final = "CASE WHEN model IS NULL OR model = ? THEN {} ELSE '{}' END"
 _OPEN: Final = "state IN ('submitted', 'running')"
 _UNTOLD: Final = f"(NOT {_OPEN} AND webhook IS NOT NULL AND webhook_state = 'waiting')"
 
@@ -147,7 +154,7 @@ class JobStore:
         try:
             async with self._guarded():
                 await self._db.execute(
-                    f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * 23)})", _row(job)
+                    f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * 24)})", _row(job)
                 )
             return job, True
         except _AlreadyThere:
@@ -162,11 +169,15 @@ class JobStore:
             )
         return found[0], False
 
-    async def begin(self, job_id: str, *, now: float) -> bool:
-        """Note that the job runs; return False if it has ended meanwhile."""
+    async def begin(self, job_id: str, *, now: float, model: str) -> bool:
+        """Note that the job runs on a model; return False if it has ended meanwhile.
+
+        What another model wrote of it is given up: nobody could go on from that.
+        """
         return await self._update(
-            "state = 'running', attempts = attempts + 1, started_at = coalesce(started_at, ?)",
-            (now,),
+            "state = 'running', attempts = attempts + 1, started_at = coalesce(started_at, ?), model = ?, "
+            f"token_ids = {_UNLESS_OTHER.format('token_ids', '[]')}, text = {_UNLESS_OTHER.format('text', '')}",
+            (now, model, model, model),
             job_id,
         )
 
@@ -263,8 +274,8 @@ async def _opened(path: Path) -> aiosqlite.Connection:
             version = await rows.fetchone()
         if version is not None and version[0] > _VERSION:
             raise sqlite3.OperationalError(f"written by a later version ({version[0]}); update the engine")
-        if version is not None and version[0] == 1:
-            await connection.executescript(_FROM_1)
+        for step in range(version[0] if version and version[0] else _VERSION, _VERSION):
+            await connection.executescript(f"BEGIN; {_STEPS[step]} PRAGMA user_version = {step + 1}; COMMIT;")
         await connection.executescript(_SCHEMA)
         await connection.execute(f"PRAGMA user_version = {_VERSION}")
         await connection.execute("SELECT " + _COLUMNS + " FROM jobs LIMIT 1")
@@ -310,14 +321,14 @@ def _row(job: Job) -> tuple[Any, ...]:
         *_as_kept(job.output),
         *(_json(job.result), job.result_sha256, _json(job.error)),
         None if job.webhook is None else _json(job.webhook.as_wire()),
-        *(job.webhook_state.value, job.webhook_tries),
+        *(job.webhook_state.value, job.webhook_tries, job.model),
     )
 
 
 def _job(row: Any) -> Job:
     (job_id, owner, key, title, state, resident, class_id, program, request, *rest) = row
     (created_at, started_at, ended_at, deadline_at, keep_s, attempts, ids, text, *rest) = rest
-    (result, digest, error, webhook, webhook_state, webhook_tries) = rest
+    (result, digest, error, webhook, webhook_state, webhook_tries, model) = rest
     return Job(
         job_id=job_id,
         owner=owner,
@@ -339,4 +350,5 @@ def _job(row: Any) -> Job:
         webhook=None if webhook is None else Webhook(**json.loads(webhook)),
         webhook_state=TellState(webhook_state),
         webhook_tries=webhook_tries,
+        model=model,
     )

@@ -35,9 +35,14 @@ class ChatWork:
         """Order the job; raise EngineError where it is refused."""
         message = parse_chat_request(job.request)
         plan = await plan_chat(self._service, message, job.who)
-        written = resumable(job.output, plan, message.options, self._service.engine.tokenizer.decode)
+        served = self._service.engine.info.name
+        written = Output()
+        if job.model in (None, served):
+            written = resumable(job.output, plan, message.options, self._service.engine.tokenizer.decode)
+        elif job.output.token_ids:
+            _LOGGER.info("Job %s begins anew: %s wrote its beginning, not %s", job.job_id, job.model, served)
         run, reply = await ordered(self._service, _continued(plan, written))
-        return ChatRun(run, reply, written, lambda: self._service.engine.eta_s(run.request_id))
+        return ChatRun(run, reply, written, served, lambda: self._service.engine.eta_s(run.request_id))
 
 
 def resumable(
@@ -73,8 +78,19 @@ def _continued(plan: Plan, written: Output) -> Plan:
 class ChatRun:
     """A chat completion under way, told as one answer however often it was begun."""
 
-    def __init__(self, run: Running, reply: Reply, written: Output, wait_s: Callable[[], float | None]):
-        """Follow run; what was written before belongs to the answer. wait_s asks how long it waits yet."""
+    def __init__(
+        self,
+        run: Running,
+        reply: Reply,
+        written: Output,
+        model: str,
+        wait_s: Callable[[], float | None],
+    ):
+        """Follow run of a model; what was written before belongs to the answer.
+
+        wait_s asks how long it waits yet.
+        """
+        self.model = model
         self._run = run
         self._reply = reply
         self._written = written

@@ -118,6 +118,7 @@ _JOB_LINE: Final[dict[str, Validator]] = {
     "title": or_none(_TEXT),
     "resident": _TEXT,
     "workload_class": one_of(class_id.value for class_id in WorkloadClass),
+    "model": or_none(_TEXT),
     "idempotency_key": or_none(_TEXT),
     "created_at": _SECONDS,
     "started_at": or_none(_SECONDS),

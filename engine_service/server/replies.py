@@ -44,6 +44,7 @@ def job_body(job: Job, *, eta_s: float | None, is_whole: bool) -> Message:
         "title": job.title,
         "resident": job.who.resident_id,
         "workload_class": job.who.class_id.value,
+        "model": job.model,
         "idempotency_key": job.idempotency_key,
         "created_at": round(job.created_at, 3),
         "started_at": _rounded(job.started_at),

@@ -42,15 +42,31 @@ async def submit(http: aiohttp.ClientSession, url: str, index: int) -> str | Non
         return None
 
 
+class Seen:
+    """What was told of the jobs so far."""
+
+    def __init__(self) -> None:
+        self.finished: dict[str, str] = {}
+        self.num_tokens: dict[str, int] = {}
+
+    def note(self, job: dict[str, Any]) -> None:
+        """A job that was seen finished stays as it was; one that writes never goes back."""
+        job_id, num_tokens = job["id"], job["progress"]["output_tokens"]
+        if job["state"] == "finished":
+            assert self.finished.setdefault(job_id, job["result_sha256"]) == job["result_sha256"]
+        else:
+            assert job_id not in self.finished
+        assert num_tokens >= self.num_tokens.get(job_id, 0), "progress went back"
+        self.num_tokens[job_id] = num_tokens
+
+
 async def listed(http: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
     async with http.get(url + "/v1/jobs?limit=1000", headers=HEADERS) as response:
         jobs: list[dict[str, Any]] = (await response.json())["jobs"]
         return jobs
 
 
-async def life(
-    folder: Path, known: dict[int, str], finished: dict[str, str], *, killed_after_s: float
-) -> None:
+async def life(folder: Path, known: dict[int, str], seen: Seen, *, killed_after_s: float) -> None:
     """Run the engine for a while, submit what is not known to be accepted, and kill it."""
     async with command(folder, *SIMULATED) as process, aiohttp.ClientSession() as http:
         url = await process.ready()
@@ -60,29 +76,23 @@ async def life(
                 job_id = await submit(http, url, index)
                 if job_id is not None:
                     assert known.setdefault(index, job_id) == job_id
-            for job in await listed(http, url):
-                note(job, finished)
+            while True:
+                for job in await listed(http, url):
+                    seen.note(job)
 
         task = asyncio.create_task(submit_all())
         await asyncio.sleep(killed_after_s)
         process.signal(signal.SIGKILL)
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def note(job: dict[str, Any], finished: dict[str, str]) -> None:
-    """A job that was seen finished stays as it was."""
-    if job["state"] == "finished":
-        assert finished.setdefault(job["id"], job["result_sha256"]) == job["result_sha256"]
-    else:
-        assert job["id"] not in finished
+        (ended,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(ended, aiohttp.ClientError | OSError), ended  # nothing but the kill ends it
 
 
 async def survive(folder: Path, *, seed: int, num_kills: int) -> None:
     chance = random.Random(seed)
     known: dict[int, str] = {}
-    finished: dict[str, str] = {}
+    seen = Seen()
     for _ in range(num_kills):
-        await life(folder, known, finished, killed_after_s=chance.uniform(0.0, 1.2))
+        await life(folder, known, seen, killed_after_s=chance.uniform(0.0, 1.2))
     async with command(folder, *SIMULATED) as process, aiohttp.ClientSession() as http:
         url = await process.ready()
         for index in range(NUM_JOBS):
@@ -94,7 +104,7 @@ async def survive(folder: Path, *, seed: int, num_kills: int) -> None:
         jobs = await listed(http, url)
         assert sorted(job["id"] for job in jobs) == sorted(known.values())
         for job in jobs:
-            note(job, finished)
+            seen.note(job)
             await check_answer(http, url, job["id"])
 
 

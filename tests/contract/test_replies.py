@@ -163,6 +163,7 @@ def test_a_job_is_the_golden_one() -> None:
         attempts=1,
         output=Output(token_ids=(7,) * 24, text="The kitchen light is on."),
         result=wanted["result"],
+        model="SmolLM2-135M-Instruct",
         result_sha256=sha256_of(wanted["result"]["choices"]),
     )
     assert replies.job_body(job, eta_s=None, is_whole=True) == wanted

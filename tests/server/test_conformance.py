@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.schemas import APIOperation
@@ -65,10 +64,7 @@ def ask(operation: APIOperation[Any, Any, Any, Any], url: str, mode: GenerationM
             return
         case.validate_response(answer, checks=checks)
 
-    try:
-        judged()
-    except Unsatisfiable:
-        assert mode is GenerationMode.NEGATIVE  # where nothing is sent, nothing can be wrong with it
+    judged()
     return num_sent
 
 
@@ -76,7 +72,8 @@ async def hold_to_the_document(home: Household, count: int) -> int:
     """Ask every operation in both modes; return how many requests were sent."""
     num_sent = 0
     for operation in await asyncio.to_thread(operations, home.url):
-        for mode in GenerationMode:
+        modes = list(GenerationMode) if operation.body else [GenerationMode.POSITIVE]
+        for mode in modes:  # without a body, what is drawn as wrong can get lost on its way into an address
             num_sent += await asyncio.to_thread(ask, operation, home.url, mode, count)
     for job in (await home.ask("GET", "/v1/jobs?limit=1000")).json()["jobs"]:
         await home.ask("DELETE", f"/v1/jobs/{job['id']}")

@@ -236,7 +236,7 @@ async def test_a_job_that_waits_says_how_long_it_takes_until_it_is_written(crowd
     home = crowded_home
     await until(home, (await submitted(home, order(20)))["id"])  # so that something was measured
     first = await submitted(home, order(3000))
-    await until_writing(home, first["id"], 5)
+    await until_writing(home, first["id"])
     second = await submitted(home, order(3000))
     waiting = await until(home, second["id"], {"running"})
     assert waiting["progress"]["output_tokens"] == 0
@@ -383,4 +383,4 @@ async def test_a_job_ends_once(home: Household) -> None:
     store = home.service.jobs.runner._store
     for state in (JobState.FINISHED, JobState.CANCELLED, JobState.EXPIRED):
         assert not await store.end(job["id"], state, now=0.0)
-    assert not await store.begin(job["id"], now=0.0)
+    assert not await store.begin(job["id"], now=0.0, model="simulated")

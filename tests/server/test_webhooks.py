@@ -268,7 +268,7 @@ async def test_a_file_of_the_first_version_is_taken_over_with_its_jobs(tmp_path:
     await store.submit(a_job("http://hub.local/"))
     await store.close()
     with sqlite3.connect(path) as old:
-        for column in ("webhook", "webhook_state", "webhook_tries"):
+        for column in ("webhook", "webhook_state", "webhook_tries", "model"):
             old.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
         old.execute("PRAGMA user_version = 1")
     old.close()

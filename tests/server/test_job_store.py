@@ -1,0 +1,196 @@
+"""The file of the jobs taken over from earlier versions, and what a killed or exchanged engine leaves of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine_service.jobs.model import Job, JobState, Json, Output, TellState
+from engine_service.jobs.runner import JobRunner
+from engine_service.jobs.store import JobStore
+from engine_service.protocol import Extension
+from engine_service.scheduling.model import ResidentId, WorkloadClass
+from tests.server.conftest import Start
+
+VERSION_2 = """
+CREATE TABLE jobs (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, key TEXT, title TEXT, state TEXT NOT NULL,
+    resident TEXT NOT NULL, class TEXT NOT NULL, program TEXT, request TEXT NOT NULL,
+    created_at REAL NOT NULL, started_at REAL, ended_at REAL, deadline_at REAL, keep_s REAL NOT NULL,
+    attempts INTEGER NOT NULL, token_ids TEXT NOT NULL, text TEXT NOT NULL,
+    result TEXT, result_sha256 TEXT, error TEXT,
+    webhook TEXT, webhook_state TEXT NOT NULL DEFAULT 'waiting', webhook_tries INTEGER NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX jobs_by_key ON jobs (owner, key) WHERE key IS NOT NULL;
+CREATE INDEX jobs_by_state ON jobs (state, created_at);
+PRAGMA user_version = 2;
+"""
+REQUEST = {"messages": [{"role": "user", "content": "Sum up"}], "max_tokens": 4, "ignore_eos": True}
+RESULT = {"model": "old-model", "choices": [{"index": 0, "message": {"content": "A quiet day."}}]}
+ENDED = (
+    *("job-ended", "Home Assistant", "monday", "Monday", "finished", "alice", "background", "tasks"),
+    *(json.dumps(REQUEST), 1000.0, 1001.0, 1002.0, 9000.0, 1e12, 2, "[5,6,7]", "A quiet day."),
+    *(json.dumps(RESULT), "9b1d", None),
+    *(json.dumps({"url": "http://hub.local/x", "with_result": True}), "delivered", 3),
+)
+BEGUN = (
+    *("job-begun", "admin", None, None, "running", "house", "background", None),
+    *(json.dumps(REQUEST), 1003.0, 1004.0, None, None, 1e12, 1, "[10,11]", "xx"),
+    *(None, None, None, None, "waiting", 0),
+)
+
+
+@pytest.fixture
+def version_2(tmp_path: Path) -> Path:
+    """A file as the engine before this one left it, with a job that has ended and one that runs."""
+    path = tmp_path / "state" / "jobs.sqlite3"
+    path.parent.mkdir()
+    with sqlite3.connect(path) as old:
+        old.executescript(VERSION_2)
+        for row in (ENDED, BEGUN):
+            old.execute(f"INSERT INTO jobs VALUES ({', '.join('?' * 23)})", row)
+    old.close()
+    return path
+
+
+async def test_a_file_of_the_second_version_is_taken_over_with_all_it_holds(version_2: Path) -> None:
+    for _ in range(2):
+        store = await JobStore.open(version_2)
+        ended, begun = await store.get("job-ended"), await store.get("job-begun")
+        await store.close()
+        assert ended is not None
+        assert begun is not None
+        assert ended.who == Extension(
+            resident_id=ResidentId("alice"), class_id=WorkloadClass.BACKGROUND, program_id="tasks"
+        )
+        assert (ended.state, ended.title, ended.idempotency_key) == (JobState.FINISHED, "Monday", "monday")
+        assert (ended.created_at, ended.started_at, ended.ended_at) == (1000.0, 1001.0, 1002.0)
+        assert (ended.attempts, ended.output) == (2, Output(token_ids=(5, 6, 7), text="A quiet day."))
+        assert (ended.result, ended.result_sha256, ended.request) == (RESULT, "9b1d", REQUEST)
+        assert ended.webhook is not None
+        assert (ended.webhook.url, ended.webhook.with_result) == ("http://hub.local/x", True)
+        assert (ended.webhook_state, ended.webhook_tries) == (TellState.DELIVERED, 3)
+        assert ended.model == "old-model", "its answer says which model wrote it"
+        assert (begun.state, begun.output.text, begun.model) == (JobState.RUNNING, "xx", None)
+    with sqlite3.connect(version_2) as now:
+        assert now.execute("PRAGMA user_version").fetchone() == (3,)
+    now.close()
+
+
+async def test_jobs_of_the_second_version_are_shown_and_run_to_their_end(
+    start: Start, version_2: Path
+) -> None:
+    async with start() as home:
+        ended = (await home.ask("GET", "/v1/jobs/job-ended")).json()
+        assert (ended["model"], ended["result"]) == ("old-model", RESULT)
+        while (begun := (await home.ask("GET", "/v1/jobs/job-begun")).json())["state"] != "finished":
+            await asyncio.sleep(0.02)
+        assert (begun["model"], begun["attempts"]) == ("simulated", 2)
+
+
+async def test_a_step_that_fails_leaves_the_file_as_it_was(version_2: Path) -> None:
+    with sqlite3.connect(version_2) as old:
+        old.execute("UPDATE jobs SET result = 'no JSON' WHERE id = 'job-ended'")
+    old.close()
+    with pytest.raises(Exception, match="malformed JSON"):
+        await JobStore.open(version_2)
+    with sqlite3.connect(version_2) as old:
+        assert old.execute("PRAGMA user_version").fetchone() == (2,)
+        assert len(old.execute("SELECT * FROM jobs").fetchone()) == 23
+    old.close()
+
+
+# --- what a job has written ---
+
+
+class Pen:
+    """A model that writes what the test tells it to, then waits for more."""
+
+    def __init__(self, model: str = "first") -> None:
+        self.model = model
+        self.written: asyncio.Queue[Output] = asyncio.Queue()
+
+    async def start(self, job: Job) -> Pen:
+        return self
+
+    async def outputs(self) -> AsyncIterator[Output]:
+        while True:
+            yield await self.written.get()
+
+    def result(self) -> Json:
+        raise AssertionError("it never ends")
+
+    def wait_s(self) -> float | None:
+        return 0.0
+
+    def close(self) -> None:
+        pass
+
+
+def output(num_tokens: int) -> Output:
+    return Output(token_ids=tuple(range(num_tokens)), text="x" * num_tokens)
+
+
+def a_job() -> Job:
+    return Job(job_id="job-1", owner="x", request=REQUEST, who=Extension(), created_at=1.0)
+
+
+async def begun(path: Path, pen: Pen) -> JobRunner:
+    """Return a runner of the file whose pen has the job."""
+    runner = JobRunner(await JobStore.open(path), pen, clock=iter(range(10**6)).__next__)
+    await runner.start()
+    return runner
+
+
+async def writes(runner: JobRunner, pen: Pen, nums: Sequence[int]) -> list[int]:
+    """Let the pen write so many tokens in all, one after the other; return what was told meanwhile."""
+    for num in nums:
+        pen.written.put_nowait(output(num))
+    told: list[int] = []
+    for _ in range(50):
+        job = await runner.get("job-1")
+        assert job is not None
+        told.append(len(job.output.token_ids))
+        await asyncio.sleep(0.002)
+    return told
+
+
+async def test_progress_never_goes_back_though_the_engine_is_killed_and_writes_less_at_first(
+    tmp_path: Path,
+) -> None:
+    path, pen = tmp_path / "jobs.sqlite3", Pen()
+    runner = await begun(path, pen)
+    await runner.submit(a_job())
+    told = await writes(runner, pen, (1, 2, 5))
+    store = await JobStore.open(path)
+    kept = await store.get("job-1")
+    await store.close()
+    assert kept is not None
+    assert len(kept.output.token_ids) == told[-1] == 5, "what is told is on disk"
+    await runner.stop()
+    again = Pen()
+    runner = await begun(path, again)
+    told += await writes(runner, again, (2, 4, 6))  # the end is computed again, or all of it
+    assert told == sorted(told)
+    assert told[-1] == 6
+    await runner.stop()
+
+
+async def test_what_another_model_wrote_is_given_up_when_the_job_begins_on_it(tmp_path: Path) -> None:
+    path, pen = tmp_path / "jobs.sqlite3", Pen()
+    runner = await begun(path, pen)
+    await runner.submit(a_job())
+    await writes(runner, pen, (5,))
+    await runner.stop()
+    runner = await begun(path, other := Pen("second"))
+    assert (await writes(runner, other, ()))[-1] == 0
+    assert (await writes(runner, other, (2,)))[-1] == 2
+    job = await runner.get("job-1")
+    assert job is not None
+    assert job.model == "second"
+    await runner.stop()
