@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from engine_service.backends.base import ModelError
 from engine_service.backends.exllamav2.gguf import GgufFile
+from engine_service.backends.parking import PARKING_BYTES
 
 GIB: Final = 2**30
 CACHE_BITS: Final = {"fp16": 16.0, "q8": 8.5, "q6": 6.5, "q4": 4.5}
@@ -42,6 +43,7 @@ class Footprint:
     head_width: int  #: values per head and token
     max_context_tokens: int  #: that the model was trained for
     overhead_bytes: int  #: what computing takes beside weights and cache
+    parking_bytes: int  #: most host memory that idle conversations are kept in, beside the cache
     page_tokens: int  #: of the backend that runs such files
     rounds_up: bool  #: whether the backend makes up whole steps of CACHE_STEP, or leaves a rest unused
 
@@ -56,12 +58,13 @@ class Footprint:
         return int(values * num_tokens * CACHE_BITS[cache_type] / 8)
 
     def needed_bytes(self, num_tokens: int, cache_type: str) -> int:
-        """Return weights, cache and what computing takes."""
-        return self.weight_bytes + self.cache_bytes(num_tokens, cache_type) + self.overhead_bytes
+        """Return weights, cache, what computing takes and where idle conversations are kept."""
+        beside = self.overhead_bytes + self.parking_bytes
+        return self.weight_bytes + self.cache_bytes(num_tokens, cache_type) + beside
 
     def most_tokens(self, memory_bytes: int, cache_type: str) -> int:
         """Return the cache (tokens) that memory_bytes leave room for; 0 if not even the weights fit."""
-        left = memory_bytes - self.weight_bytes - self.overhead_bytes
+        left = memory_bytes - self.needed_bytes(0, cache_type)
         return max(0, left) // self.cache_bytes(CACHE_STEP, cache_type) * CACHE_STEP
 
 
@@ -99,6 +102,7 @@ def _of_gguf(path: Path) -> Footprint:
         head_width=number("attention.key_length", number("embedding_length") // heads),
         max_context_tokens=number("context_length"),
         overhead_bytes=_CPU_OVERHEAD,
+        parking_bytes=PARKING_BYTES,
         page_tokens=32,
         rounds_up=True,
     )
@@ -128,6 +132,7 @@ def _of_folder(path: Path) -> Footprint:
         head_width=number("head_dim", number("hidden_size") // heads),
         max_context_tokens=number("max_position_embeddings"),
         overhead_bytes=_GPU_OVERHEAD,
+        parking_bytes=0,
         page_tokens=256,
         rounds_up=False,
     )

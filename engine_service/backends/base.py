@@ -119,6 +119,7 @@ class ModelInfo:
     can_embed: bool = False
     embedding_size: int = 0  #: numbers in an embedding
     backend: str = ""  #: "llama_cpp", "simulated", ...
+    parking_bytes: int = 0  #: most host memory, beside the cache, that idle conversations are kept in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_service.backends.generation import common_prefix
+
+PARKING_BYTES: Final = 256 * 2**20
+"""What the llama.cpp backend parks in, beside its cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

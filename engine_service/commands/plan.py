@@ -89,6 +89,8 @@ class Plan:
             "cache_type": self.cache_type,
             "cache_tokens": tokens,
             "cache_bytes": footprint.cache_bytes(tokens, self.cache_type),
+            "overhead_bytes": footprint.overhead_bytes,
+            "parking_bytes": footprint.parking_bytes,
             "needed_bytes": footprint.needed_bytes(tokens, self.cache_type),
             "memory_bytes": self.memory_bytes,
             "page_tokens": self.room.page_tokens,
@@ -166,7 +168,8 @@ def _show(plan: Plan) -> None:
     of = "" if plan.memory_bytes is None else f" of {size(plan.memory_bytes)}"
     out.print(
         f"{size(footprint.weight_bytes)} weights + {size(cache)} cache of {plan.cache_tokens:,} tokens "
-        f"({plan.cache_type}) + {size(footprint.overhead_bytes)} for computing = {size(needed)}{of}",
+        f"({plan.cache_type}) + {size(footprint.overhead_bytes)} for computing{_parking(footprint)} "
+        f"= {size(needed)}{of}",
         highlight=False,
     )
     room, policy = plan.room, plan.settings.policy
@@ -193,6 +196,12 @@ def _show(plan: Plan) -> None:
         "\nMore conversations than fit take turns; how long a request may wait is in the policy.",
         highlight=False,
     )
+
+
+def _parking(footprint: Footprint) -> str:
+    if not footprint.parking_bytes:
+        return ""
+    return f" + up to {size(footprint.parking_bytes)} for idle conversations"
 
 
 # --- fairhearth models ---

@@ -60,7 +60,7 @@ _COLUMNS: Final = (
     "deadline_at, keep_s, attempts, token_ids, text, result, result_sha256, error, "
     "webhook, webhook_state, webhook_tries, model"
 )
-_UNLESS_OTHER: Final = "CASE WHEN model IS NULL OR model = ? THEN {} ELSE '{}' END"
+_SAME: Final = "CASE WHEN model IS NULL OR model = ?"
 _OPEN: Final = "state IN ('submitted', 'running')"
 _UNTOLD: Final = f"(NOT {_OPEN} AND webhook IS NOT NULL AND webhook_state = 'waiting')"
 
@@ -176,7 +176,7 @@ class JobStore:
         """
         return await self._update(
             "state = 'running', attempts = attempts + 1, started_at = coalesce(started_at, ?), model = ?, "
-            f"token_ids = {_UNLESS_OTHER.format('token_ids', '[]')}, text = {_UNLESS_OTHER.format('text', '')}",
+            f"token_ids = {_SAME} THEN token_ids ELSE '[]' END, text = {_SAME} THEN text ELSE '' END",
             (now, model, model, model),
             job_id,
         )

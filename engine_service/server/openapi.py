@@ -204,6 +204,7 @@ ANSWERS: Final[Mapping[str, Validator]] = {
     "Capacity": _message(
         **_IDENTITY,
         backend=_TEXT,
+        parking_bytes=_COUNT,
         page_tokens=_COUNT,
         kv_pages_total=_COUNT,
         kv_pages_free=_COUNT,

@@ -87,6 +87,8 @@ async def test_a_plan_says_what_fits_and_what_a_long_conversation_costs_the_othe
     # 32 layers, 8 heads of 128 values, keys and values, 16 bits: 128 KiB a token.
     assert plan["cache_bytes"] == plan["cache_tokens"] * 131_072
     assert 4 * GIB - 256 * 131_072 < plan["needed_bytes"] <= 4 * GIB
+    parts = ("weight_bytes", "cache_bytes", "overhead_bytes", "parking_bytes")
+    assert plan["needed_bytes"] == sum(plan[part] for part in parts)
     by_length = {fit["context_tokens"]: fit for fit in plan["conversations"]}
     assert by_length[512]["active"] == 8, "one of nine places is kept for speech"
     pages = plan["cache_tokens"] // 32 - 16
@@ -113,6 +115,14 @@ async def test_a_plan_counts_the_pages_that_the_engine_then_has(tmp_path: Path, 
             capacity = await answer.json()
     assert plan["cache_tokens"] == capacity["kv_pages_total"] * capacity["page_tokens"]
     assert plan["max_context_tokens"] == capacity["max_context_tokens"]
+    assert plan["parking_bytes"] == capacity["parking_bytes"] == 256 * 2**20
+
+
+async def test_a_plan_names_the_memory_that_idle_conversations_are_kept_in(tmp_path: Path) -> None:
+    llama(tmp_path / "some.gguf")
+    code, out, _ = await run(tmp_path, "plan", "--model", "some.gguf")
+    assert code == 0
+    assert "for computing + up to 256 MiB for idle conversations =" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

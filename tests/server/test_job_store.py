@@ -1,4 +1,4 @@
-"""The file of the jobs taken over from earlier versions, and what a killed or exchanged engine leaves of a job."""
+"""The jobs' file, taken over from an earlier version; what a killed or another engine leaves of a job."""
 
 from __future__ import annotations
 

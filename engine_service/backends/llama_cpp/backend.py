@@ -31,6 +31,7 @@ from engine_service.backends.holding import Part
 from engine_service.backends.llama_cpp.binding import ABORTED, NO_ROOM
 from engine_service.backends.llama_cpp.context import Context
 from engine_service.backends.llama_cpp.model import Model, ModelTokenizer
+from engine_service.backends.parking import PARKING_BYTES
 from engine_service.backends.sequences import SequenceHolder
 from engine_service.scheduling.model import Capacity, RequestId
 
@@ -39,7 +40,6 @@ _MAX_SEQUENCE_IDS: Final = 256  # LLAMA_MAX_SEQ
 _MIN_SEQUENCE_IDS: Final = 64
 # What nobody uses slows everybody: 750 idle cells make 8 decoding sequences a seventh slower (measured).
 _IDLE_PART: Final = 32
-_PARKING_BYTES: Final = 256 * 2**20
 _FIRST_ROW_S: Final = 0.01  # a guess until a prompt was computed
 
 
@@ -65,7 +65,7 @@ class LlamaCppBackend(SequenceHolder):
         max_sequences: int,
         threads: int,
         micro_batch: int = 128,
-        parking_bytes: int = _PARKING_BYTES,
+        parking_bytes: int = PARKING_BYTES,
     ) -> None:
         """Allocate a cache of context_tokens slots (rounded up by llama.cpp) for an opened model.
 
@@ -89,7 +89,7 @@ class LlamaCppBackend(SequenceHolder):
         self._tokenizer = ModelTokenizer(model)
         self._grammars = GrammarCompiler(model.vocab_size, model.grammar_tokenizer, in_use=model.in_use)
         self._capacity = self._describe_capacity(max_sequences)
-        self._info = self._describe_model()
+        self._info = self._describe_model(parking_bytes)
         vocabulary = Vocabulary(
             size=model.vocab_size,
             end_ids=model.end_ids,
@@ -118,7 +118,7 @@ class LlamaCppBackend(SequenceHolder):
             can_abort=True,
         )
 
-    def _describe_model(self) -> ModelInfo:
+    def _describe_model(self, parking_bytes: int) -> ModelInfo:
         model, library = self._model, self._model.library
         return ModelInfo(
             name=model.name,
@@ -131,6 +131,7 @@ class LlamaCppBackend(SequenceHolder):
             can_embed=True,
             embedding_size=library.hidden_size(model.handle),
             backend="llama_cpp",
+            parking_bytes=parking_bytes,
         )
 
     # -- facts -----------------------------------------------------------------------------------------

@@ -10,4 +10,6 @@ from engine_service.server.service import SERVICE, respond
 async def capacity(request: web.Request) -> web.StreamResponse:
     """GET /v1/capacity."""
     service = request.app[SERVICE]
-    return respond({**service.identity(), "backend": service.engine.info.backend, **service.engine.memory()})
+    info = service.engine.info
+    told = {"backend": info.backend, "parking_bytes": info.parking_bytes}
+    return respond({**service.identity(), **told, **service.engine.memory()})
