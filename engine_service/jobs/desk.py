@@ -42,7 +42,11 @@ class JobDesk:
             store = await JobStore.open(self._path)
             teller = Teller(store, tell)
             runner = JobRunner(store, work, on_end=teller.wake)
-            await runner.start()
+            try:
+                await runner.start()
+            except BaseException:
+                await store.close()
+                raise
         except StorageUnavailable as error:
             _LOGGER.error("No jobs are taken: %s", error.message)
             self._reason = error.message

@@ -263,7 +263,11 @@ async def _opened(path: Path) -> aiosqlite.Connection:
     # The state folder is its owner's; the file is too, in case it was moved elsewhere.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     # isolation_level None: every statement is a transaction of its own, on disk when it returns.
-    connection = await aiosqlite.connect(path, isolation_level=None)
+    connecting: Any = aiosqlite.connect(path, isolation_level=None)
+    # Whoever forgets to close, or fails before, must not keep the process from ending: what is answered is on
+    # disk already. The thread is the connection itself before aiosqlite 0.22.
+    getattr(connecting, "_thread", connecting).daemon = True
+    connection: aiosqlite.Connection = await connecting
     try:
         await connection.execute("PRAGMA journal_mode = WAL")
         await connection.execute("PRAGMA synchronous = FULL")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from engine_service.errors import StorageUnavailable
+from engine_service.jobs.desk import JobDesk
 from engine_service.jobs.model import Job, JobState, Json, Output, TellState
 from engine_service.jobs.runner import JobRunner
 from engine_service.jobs.store import JobStore
 from engine_service.protocol import Extension
 from engine_service.scheduling.model import ResidentId, WorkloadClass
+from engine_service.server.webhooks import teller_for
 from tests.server.conftest import Start
 
 VERSION_2 = """
@@ -103,6 +107,54 @@ async def test_a_step_that_fails_leaves_the_file_as_it_was(version_2: Path) -> N
         assert old.execute("PRAGMA user_version").fetchone() == (2,)
         assert len(old.execute("SELECT * FROM jobs").fetchone()) == 23
     old.close()
+
+
+UNCLOSED = """
+import asyncio, sys
+from pathlib import Path
+from engine_service.jobs.store import JobStore
+
+async def main():
+    store = await JobStore.open(Path(sys.argv[1]))
+    await store.open_jobs()
+    if sys.argv[2] == "raises":
+        raise SystemExit(7)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 7)])
+async def test_a_process_ends_though_nobody_closed_the_file(tmp_path: Path, how: str, code: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", UNCLOSED, str(tmp_path / "jobs.sqlite3"), how, cwd=Path(__file__).parents[2]
+    )
+    try:
+        async with asyncio.timeout(30):
+            assert await process.wait() == code
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_file_that_fails_at_the_start_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[JobStore] = []
+
+    async def fails(store: JobStore) -> int:
+        opened.append(store)
+        raise StorageUnavailable("the disk is gone")
+
+    monkeypatch.setattr(JobStore, "put_all_back", fails)
+    desk = JobDesk(tmp_path / "jobs.sqlite3")
+    await desk.open(Pen(), teller_for(()))
+    with pytest.raises(StorageUnavailable, match="the disk is gone"):
+        desk.runner  # noqa: B018  (asking is the test)
+    with pytest.raises(ValueError, match=r"[Cc]losed|no active connection"):
+        await opened[0].open_jobs()
+    await desk.close()
 
 
 # --- what a job has written ---
