@@ -132,6 +132,9 @@ class ServerSettings:
     max_body_bytes: int = 4 * 2**20
     drain_s: float = 5.0
     webhook_hosts: frozenset[str] = frozenset()  #: host or host:port that may be told of ended jobs
+    webhook_secret: str | None = field(
+        default=None, repr=False
+    )  #: signs what is told; None: nothing is signed
     tls_certificate: Path | None = None  #: None: no TLS
     tls_key: Path | None = None  #: None: it is in the certificate's file
 
@@ -381,6 +384,7 @@ _FILE: Final = table(
                 vol.Optional("max_body_bytes"): whole_number(1024, 2**30),
                 vol.Optional("drain_s"): number(0, 3600),
                 vol.Optional("webhook_hosts"): list_of(_webhook_host),
+                vol.Optional("webhook_secret"): _token,
                 vol.Optional("tls_certificate"): _PATH,
                 vol.Optional("tls_key"): _PATH,
             },

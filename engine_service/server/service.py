@@ -18,6 +18,7 @@ from engine_service.identity.caller import Caller
 from engine_service.identity.pairing import PairingDesk
 from engine_service.identity.tokens import TokenBook
 from engine_service.jobs.desk import JobDesk
+from engine_service.jobs.teller import Tell
 from engine_service.protocol import SCHEMA_VERSION, parse_json
 from engine_service.scheduling.model import ResidentId
 from engine_service.server.auth import Guard
@@ -46,6 +47,7 @@ class Service:
     meters: Meters
     jobs: JobDesk
     webhook_hosts: Collection[str]  #: host or host:port that may be told of ended jobs
+    tell: Tell  #: how the webhook of a job is told
     policies: PolicyBook
     engine_id: str
     name: str

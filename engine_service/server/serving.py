@@ -87,6 +87,7 @@ def build_service(
         policies=PolicyBook(settings.policy, state),
         jobs=JobDesk(state.path / "jobs.sqlite3"),
         webhook_hosts=settings.server.webhook_hosts,
+        tell=teller_for(settings.server.webhook_hosts, secret=settings.server.webhook_secret),
         meters=Meters(engine.snapshot),
         engine_id=state.engine_id(),
         name=settings.server.name,
@@ -118,7 +119,7 @@ async def serving(
         await service.engine.start()
         if service.policies.current.number:
             await service.engine.set_policy(service.policies.current.policy)
-        await service.jobs.open(ChatWork(service), teller_for(service.webhook_hosts))
+        await service.jobs.open(ChatWork(service), service.tell)
         await web.SockSite(runner, bound, ssl_context=tls, backlog=_BACKLOG).start()
         yield
     finally:

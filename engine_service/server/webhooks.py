@@ -1,10 +1,14 @@
 """Posts what became of a job to its webhook: one message, no redirects, only to hosts of the settings.
 
-Decides what such a message holds. Source: docs/wire.md.
+Decides what such a message holds, and how the receiver can know that it is ours and not an old one: a
+signature over the time and the body, where the settings have a secret. Sources: docs/wire.md; RFC 2104.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import time
 from collections.abc import Collection
 from typing import Any, Final
 
@@ -18,6 +22,8 @@ from engine_service.server.streaming import dumps
 
 ANSWER_S: Final = 10.0
 """Longest time the receiver may take (seconds)."""
+TIMESTAMP: Final = "X-Fairhearth-Timestamp"
+SIGNATURE: Final = "X-Fairhearth-Signature"
 
 
 def message_of(job: Job) -> dict[str, Any]:
@@ -26,8 +32,14 @@ def message_of(job: Job) -> dict[str, Any]:
     return {"event": "job", "job": job_body(job, eta_s=None, is_whole=is_whole)}
 
 
-def teller_for(hosts: Collection[str]) -> Tell:
-    """Return how jobs are told; only to these hosts."""
+def signature_of(secret: str, timestamp: str, body: bytes) -> str:
+    """Return what proves that whoever knows the secret sent the body at that time (seconds since 1970)."""
+    signed = timestamp.encode("ascii") + b"." + body
+    return "sha256=" + hmac.new(secret.encode("ascii"), signed, hashlib.sha256).hexdigest()
+
+
+def teller_for(hosts: Collection[str], *, secret: str | None = None) -> Tell:
+    """Return how jobs are told: only to these hosts, signed where there is a secret (ASCII)."""
 
     async def tell(job: Job) -> None:
         webhook = job.webhook
@@ -36,6 +48,9 @@ def teller_for(hosts: Collection[str]) -> Tell:
         headers = {"Content-Type": "application/json", "User-Agent": f"fairhearth/{__version__}"}
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         body = dumps(message_of(job)).encode()
+        if secret is not None:
+            headers[TIMESTAMP] = str(int(time.time()))
+            headers[SIGNATURE] = signature_of(secret, headers[TIMESTAMP], body)
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout, headers=headers) as http,

@@ -118,6 +118,7 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
             'server.webhook_hosts[0] must be a host like "homeassistant.local" or "192.168.1.5:8123", '
             "not 'http://hub.local'",
         ),
+        ("[server]\nwebhook_secret = 'short'", "server.webhook_secret must be at least 16 printable ASCII"),
         ("[server]\nwebhook_hosts = ['hub.local:0']", "server.webhook_hosts[0] must be a host like"),
         ("[[server.tokens]]\nname = 'x'", "server.tokens[0].scopes is missing"),
         (

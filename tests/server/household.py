@@ -35,6 +35,7 @@ port = 0
 allow_loopback_without_token = ALLOW_LOOPBACK
 drain_s = 2.0
 webhook_hosts = ["127.0.0.1"]
+WEBHOOK_SECRET
 [[server.tokens]]
 name = "admin"
 token = "{ADMIN}"
@@ -171,10 +172,12 @@ async def household(
     allow_loopback: bool = False,
     rebuild: Callable[[], Backend] | None = None,
     silence_s: float = SILENCE_S,
+    webhook_secret: str | None = None,
 ) -> AsyncIterator[Household]:
     """Serve a backend as the command line does, with its files in folder."""
     path = folder / "fairhearth.toml"
     text = SETTINGS.replace("ALLOW_LOOPBACK", str(allow_loopback).lower())
+    text = text.replace("WEBHOOK_SECRET", f'webhook_secret = "{webhook_secret}"' if webhook_secret else "")
     path.write_text(text, encoding="utf-8")
     settings = load(path, environment={})
     state = StateFolder(settings.paths.state_dir)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
 import sqlite3
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from engine_service.backends.simulated import SimulatedBackend
 from engine_service.jobs import teller
 from engine_service.jobs.model import Job, JobState, TellState
 from engine_service.jobs.store import JobStore
@@ -19,11 +23,13 @@ from engine_service.jobs.teller import MayNotTellError, Teller
 from engine_service.protocol import Extension, Webhook
 from engine_service.server import webhooks
 from engine_service.server.serving import bind
-from engine_service.server.webhooks import teller_for
+from engine_service.server.webhooks import signature_of, teller_for
 from tests.server.conftest import Start
-from tests.server.household import Household
+from tests.server.household import Household, household
 
 SECRET = "a-secret-of-the-receiver"
+SIGNING = "a-secret-for-signing"
+DIGEST = "ff96853b014eaba2c1c5c8a78d37d43dfb671bbd4d48576743748eb7e9ae61ea"
 ORDER = {"messages": [{"role": "user", "content": "Sum up"}], "max_tokens": 4, "ignore_eos": True}
 
 
@@ -33,6 +39,7 @@ class Receiver:
     def __init__(self) -> None:
         self.port = 0
         self.messages: list[dict[str, Any]] = []
+        self.received: list[tuple[dict[str, str], bytes]] = []  # headers and body of every try
         self.first: list[int | str] = []  # a status, or "hang"
 
     @property
@@ -43,6 +50,7 @@ class Receiver:
         assert request.path == f"/api/webhook/{SECRET}", "no redirect is followed"
         assert request.content_type == "application/json"
         message = await request.json()
+        self.received.append((dict(request.headers), await request.read()))
         if self.first:
             answer = self.first.pop(0)
             if answer == "hang":
@@ -113,6 +121,42 @@ async def test_the_end_of_a_job_is_told_once_and_without_text(home: Household, r
 async def test_what_a_job_wrote_is_told_if_that_was_asked_for(home: Household, receiver: Receiver) -> None:
     job = await until_told(home, await submitted(home, {"url": receiver.url, "with_result": True}))
     assert receiver.messages[0]["job"]["result"] == job["result"]
+
+
+def is_from_engine(secret: str, headers: Mapping[str, str], body: bytes) -> bool:
+    """As docs/wire.md tells receivers to check."""
+    sent_at = headers.get("X-Fairhearth-Timestamp", "")
+    signed = hmac.new(secret.encode(), sent_at.encode() + b"." + body, hashlib.sha256).hexdigest()
+    is_ours = hmac.compare_digest("sha256=" + signed, headers.get("X-Fairhearth-Signature", ""))
+    return is_ours and abs(time.time() - int(sent_at)) < 300
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_receiver_that_knows_the_secret_can_tell_that_the_engine_sent_it(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    receiver.first = [500]
+    async with household(tmp_path, SimulatedBackend(), webhook_secret=SIGNING) as home:
+        job = await until_told(home, await submitted(home, {"url": receiver.url, "with_result": True}))
+        assert job["webhook"]["state"] == "delivered"
+        assert SIGNING not in repr(home.settings)
+    assert len(receiver.received) == 2, "a second try is signed too"
+    for headers, body in receiver.received:
+        assert is_from_engine(SIGNING, headers, body)
+        assert not is_from_engine(SIGNING + "x", headers, body)
+        assert not is_from_engine(SIGNING, headers, body.replace(b"finished", b"failed"))
+        assert not is_from_engine(SIGNING, headers | {"X-Fairhearth-Timestamp": "1764457000"}, body)
+
+
+async def test_without_a_secret_nothing_is_signed(home: Household, receiver: Receiver) -> None:
+    await until_told(home, await submitted(home, {"url": receiver.url}))
+    [(headers, _)] = receiver.received
+    assert not [name for name in headers if name.startswith("X-Fairhearth")]
+
+
+def test_a_signature_is_the_documented_one() -> None:
+    # echo -n '1764457000.{}' | openssl dgst -sha256 -hmac a-secret-for-signing
+    assert signature_of("a-secret-for-signing", "1764457000", b"{}") == "sha256=" + DIGEST
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired"])
