@@ -99,6 +99,11 @@ class Session:
             event = EngineError("the reader is too slow: its output buffer is full")
         self._queue.put_nowait(event)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something is there that was not taken."""
+        return not self._queue.empty()
+
     async def events(self) -> AsyncIterator[SessionEvent]:
         """Yield Accepted, then Deltas, then Finished; raise the EngineError that ended it otherwise."""
         while True:

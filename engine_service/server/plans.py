@@ -150,6 +150,11 @@ class Running:
         """The request as the engine knows it."""
         return self._session.request_id
 
+    @property
+    def has_more(self) -> bool:
+        """Whether `events` yields another one, or raises, without waiting for it."""
+        return self._session.has_more
+
     async def events(self) -> AsyncGenerator[SessionEvent, None]:
         """Yield the session's events; raise the EngineError that ended it."""
         try:

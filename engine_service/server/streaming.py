@@ -70,10 +70,14 @@ class EventStream:
         if error is None:
             await self._within_limit(self.response.write_eof())
 
-    async def send(self, message: Mapping[str, Any] | str, *, event: str | None = None) -> None:
-        """Send one event; text goes out as it is."""
-        data = message if isinstance(message, str) else dumps(message)
-        await self._write((f"event: {event}\n" if event else "") + f"data: {data}\n\n")
+    async def send(self, *messages: Mapping[str, Any] | str, event: str | None = None) -> None:
+        """Send each message as an event, all in one write; text goes out as it is.
+
+        Under load the event loop spends more on writes than on all else, so what is there goes out together.
+        """
+        name = f"event: {event}\n" if event else ""
+        data = (message if isinstance(message, str) else dumps(message) for message in messages)
+        await self._write("".join(f"{name}data: {one}\n\n" for one in data))
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()

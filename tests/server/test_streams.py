@@ -208,3 +208,21 @@ async def test_a_silent_stream_says_that_it_is_alive() -> None:
         assert await response.content.readline() == b"\n"
         assert await response.content.readline() == b": keepalive\n"
     await runner.cleanup()
+
+
+async def test_what_ends_a_stream_goes_out_in_one_write(home: Household) -> None:
+    message = chat(max_tokens=3, ignore_eos=True, stream_options={"include_usage": True})
+    writes: list[str] = []
+    piece = b""
+    async with home.http.post(
+        f"{home.url}/v1/chat/completions", json=message, headers=bearer(ADMIN)
+    ) as response:
+        async for data, ends in response.content.iter_chunks():
+            piece += data
+            if ends:
+                writes.append(piece.decode())
+                piece = b""
+    *_, last = (found for write in writes if (found := payloads(write.split("\n"))))
+    assert [one if one == "[DONE]" else bool(one.get("usage")) for one in last[-2:]] == [True, "[DONE]"]
+    assert last[-3]["choices"][0]["finish_reason"] == "length"
+    assert len(writes) <= 1 + 3, "the role, and at most one write a token"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from contextlib import aclosing
+from typing import Any, Final
 
 from aiohttp import web
 
+from engine_service.engine.sessions import Finished
 from engine_service.errors import EngineError, GenerationFailed
 from engine_service.protocol import (
     Extension,
@@ -36,6 +38,9 @@ from engine_service.server.service import CALLER, SERVICE, read_json, respond
 from engine_service.server.streaming import DONE, EventStream, ReaderGone
 
 _LOGGER = logging.getLogger(__name__)
+
+_MOST_AT_ONCE: Final = 64
+"""Messages of a stream that go out in one write, where so many are there."""
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -103,19 +108,24 @@ async def _in_one_piece(reply: Reply, run: Running) -> web.StreamResponse:
 
 async def _streamed(request: web.Request, reply: Reply, run: Running) -> web.StreamResponse:
     out = EventStream(request)
+    told: list[dict[str, Any] | str] = []
     with contextlib.suppress(ReaderGone):
         async with out, aclosing(run.events()) as events:
             try:
                 async for event in events:
-                    for message in messages_of(reply, event):
-                        await out.send(message)
-                await out.send(DONE)
+                    told += messages_of(reply, event)
+                    if isinstance(event, Finished):
+                        told.append(DONE)
+                    if told and (not run.has_more or len(told) >= _MOST_AT_ONCE):
+                        await out.send(*told)
+                        told.clear()
             except EngineError as error:
-                await out.send(error_body(error))
+                await out.send(*told, error_body(error))
             except ReaderGone:
                 raise
             except Exception:
                 # The status line is sent: the middleware could not tell the caller any more.
                 _LOGGER.exception("A stream failed")
-                await out.send(error_body(GenerationFailed("the engine could not go on with this answer")))
+                fault = GenerationFailed("the engine could not go on with this answer")
+                await out.send(*told, error_body(fault))
     return out.response
