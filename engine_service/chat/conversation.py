@@ -7,6 +7,7 @@ long prompts are prepared outside the event loop.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,9 @@ class Conversation:
             prompt_ids=tuple(self._tokenizer.encode(text, parse_special=True)),
             constraint=self._constraint(request, offered),
             parser=OutputParser(
-                style=self._style(request, offered), starts_in_reasoning=text.rstrip().endswith("<think>")
+                style=self._style(request, offered),
+                starts_in_reasoning=text.rstrip().endswith("<think>"),
+                tool_names=[tool.name for tool in offered],
             ),
             logit_bias=self._bias(request, offered),
         )
@@ -77,7 +80,7 @@ class Conversation:
 
     def prefix_constraint(self, request: PrefixRequest) -> Constraint | None:
         """Return the grammar that later prompts with these tools will need, None if they need none."""
-        if not request.tools or self._template.handles_tools:
+        if not request.tools or self._template.call_style is not None:
             return None
         return tools.constraint_for(request.tools, must_call=False, answer=None)
 
@@ -92,12 +95,12 @@ class Conversation:
         if not offered:
             return CallStyle.NONE
         needs_grammar = _must_call(request) or structured.schema_for(request.response_format) is not None
-        return CallStyle.TAGGED if self._template.handles_tools and not needs_grammar else CallStyle.BARE
+        return CallStyle.BARE if needs_grammar else self._template.call_style or CallStyle.BARE
 
     def _constraint(self, request: ChatRequest, offered: Sequence[Tool]) -> Constraint | None:
         if not offered:
             return structured.constraint_for(request.response_format)
-        if self._style(request, offered) is CallStyle.TAGGED:
+        if self._style(request, offered) is not CallStyle.BARE:
             # Trained to call: it may mix text and calls, which a grammar would forbid.
             tools.calls_schema(offered)
             return None
@@ -118,7 +121,7 @@ class Conversation:
 
     def _render(self, messages: Sequence[Message], offered: Sequence[Tool], thinking: bool | None) -> str:
         tools.check(offered)
-        if offered and self._template.handles_tools:
+        if offered and self._template.call_style is not None:
             plain = [self._native(message) for message in messages]
             return self._template.render(plain, tools=[tool.as_wire() for tool in offered], thinking=thinking)
         names = {call.call_id: call.name for message in messages for call in message.tool_calls}
@@ -140,10 +143,18 @@ class Conversation:
         if message.reasoning_content is not None:
             native["reasoning_content"] = self._defuse(message.reasoning_content)
         if message.tool_calls:
-            native["tool_calls"] = [_native_call(call.as_wire()) for call in message.tool_calls]
+            native["tool_calls"] = [
+                _native_call(call.as_wire(), self._native_id(call.call_id)) for call in message.tool_calls
+            ]
         if message.tool_call_id is not None:
-            native["tool_call_id"] = message.tool_call_id
+            native["tool_call_id"] = self._native_id(message.tool_call_id)
         return native
+
+    def _native_id(self, call_id: str) -> str:
+        """Return the id in the template's terms: Mistral's refuses all but nine letters and digits."""
+        if self._template.call_style is not CallStyle.LISTED:
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
     def _spelled_out(self, message: Message, names: dict[str, str]) -> Dict:
         """Return the message for a template of system, user and assistant only."""
@@ -178,9 +189,9 @@ def _role(message: Message) -> str:
     return "system" if message.role == "developer" else message.role
 
 
-def _native_call(call: Dict) -> Dict:
+def _native_call(call: Dict, call_id: str) -> Dict:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return {**call, "id": call_id, "function": {**function, "arguments": json.loads(function["arguments"])}}
 
 
 def _with_system(messages: list[Dict], addition: str) -> list[Dict]:

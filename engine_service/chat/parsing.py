@@ -1,11 +1,16 @@
 """From the text a model writes to what the caller gets: reasoning, text, tool calls.
 
 Decides as early as possible: text goes out as it comes, a call when it is complete. Pure; fed piece by piece,
-it gives the same result for every way the text is cut. Knows two ways of writing a call:
+it gives the same result for every way the text is cut. Knows four ways of writing a call:
 
 * bare: the whole answer is `{"name": …, "arguments": {…}}` (our own format; the grammar allows nothing else
   that begins with a brace, except an answer that is JSON itself);
-* tagged: `<tool_call>{…}</tool_call>`, any number, anywhere (Hermes and Qwen; models trained for it).
+* tagged: `<tool_call>{…}</tool_call>`, any number, anywhere (Hermes and Qwen; models trained for it);
+* parameters: the whole answer is `{"name": …, "parameters": {…}}`, or several with `;` between (Llama 3);
+* listed: the whole answer is `[{"name": …, "arguments": {…}}, …]`, or `name{…}` (Mistral).
+
+The last two are announced by control tokens, which have no text on most backends: `<|python_tag|>`,
+`[TOOL_CALLS]` and `[ARGS]` may be there or not.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
@@ -51,6 +56,8 @@ class CallStyle(Enum):
     NONE = auto()  #: no tools: a brace is a brace
     BARE = auto()
     TAGGED = auto()
+    PARAMETERS = auto()
+    LISTED = auto()
 
 
 class _State(Enum):
@@ -58,13 +65,20 @@ class _State(Enum):
     REASONING = auto()
     ANSWER = auto()  #: after reasoning, nothing of the answer seen yet
     TEXT = auto()
-    BARE = auto()
+    CALLS = auto()  #: the whole answer is one call or more, complete when the model stops
     TAGGED = auto()
 
 
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
-_BARE_BEGINNING: Final = re.compile(r'\s*\{\s*("name"\s*:.*|"n?a?m?e?)?\s*\Z', re.DOTALL)
+_BEGINNING: Final = re.compile(r'\s*\[?\s*\{\s*("name"\s*:.*|"n?a?m?e?)?\s*\Z', re.DOTALL)
+_MARKERS: Final = {CallStyle.PARAMETERS: "<|python_tag|>", CallStyle.LISTED: "[TOOL_CALLS]"}
+_ARGUMENTS_FOLLOW: Final = "[ARGS]"
+_BETWEEN: Final = " \t\r\n;"
+_LIST_OF_CALLS: Final = re.compile(r"\[\s*\{")
+_MAYBE_LIST: Final = re.compile(r"\[\s*")
+_DECODER: Final = json.JSONDecoder()
+_MORE_KEYS: Final = {"id", "type"}  #: that models trained for calls add
 
 
 def _new_call_id() -> str:
@@ -79,10 +93,15 @@ class OutputParser:
         *,
         style: CallStyle = CallStyle.NONE,
         starts_in_reasoning: bool = False,
+        tool_names: Collection[str] = (),
         new_call_id: Callable[[], str] = _new_call_id,
     ):
-        """Start before the first character; starts_in_reasoning if the prompt itself opened `<think>`."""
+        """Start before the first character; starts_in_reasoning if the prompt itself opened `<think>`.
+
+        tool_names are those that may be called; only the style LISTED needs them.
+        """
         self._style = style
+        self._tool_names = sorted(tool_names, key=len, reverse=True)  # one may begin with another
         self._new_call_id = new_call_id
         self._state = _State.REASONING if starts_in_reasoning else _State.START
         self._held = ""  #: text not yet decided about
@@ -102,9 +121,8 @@ class OutputParser:
         match self._state:
             case _State.REASONING:
                 return self._some(Reasoning, held)
-            case _State.BARE:
-                call = self._read_call(held)
-                return [call] if call else [] if _BARE_BEGINNING.match(held) else self._some(Text, held)
+            case _State.CALLS:
+                return self._all_calls(held)
             case _State.TAGGED:
                 call = self._read_call(held)
                 return [call] if call else []
@@ -129,8 +147,8 @@ class OutputParser:
                 return self._in_text(pieces)
             case _State.TAGGED:
                 return self._in_tagged(pieces)
-            case _State.BARE:
-                return False  # complete when the model stops: the grammar ends with the last brace
+            case _State.CALLS:
+                return False  # complete when the model stops: a grammar ends with the last brace
 
     def _begin(self, *, may_think: bool) -> bool:
         begun = self._held.lstrip()
@@ -140,12 +158,36 @@ class OutputParser:
             if len(begun) < len(_THINK):
                 return False
             self._state, self._held = _State.REASONING, begun[len(_THINK) :]
-        elif self._style is CallStyle.BARE and begun[0] == "{":
-            self._state = _State.BARE
+        elif (is_call := self._begins_call(begun)) is None:
+            return False
+        elif is_call:
+            self._state = _State.CALLS
         else:
             # White space before the answer belongs to it, except what only separates it from the reasoning.
             self._state, self._held = _State.TEXT, self._held if may_think else begun
         return True
+
+    def _begins_call(self, begun: str) -> bool | None:
+        """Return whether the answer is one call or more; None where more of it is needed to say."""
+        marker = _MARKERS.get(self._style, "")
+        if marker and marker.startswith(begun[: len(marker)]):
+            return True if len(begun) >= len(marker) else None
+        if self._style in (CallStyle.BARE, CallStyle.PARAMETERS):
+            return begun[0] == "{"
+        if self._style is not CallStyle.LISTED:
+            return False
+        if _LIST_OF_CALLS.match(begun) or self._called(begun):
+            return True
+        may_follow = [f"{name}{_ARGUMENTS_FOLLOW}" for name in self._tool_names]
+        is_open = _MAYBE_LIST.fullmatch(begun) or any(name.startswith(begun) for name in may_follow)
+        return None if is_open else False
+
+    def _called(self, text: str) -> str | None:
+        """Return the tool whose name and arguments the text begins with."""
+        for name in self._tool_names:
+            if text.startswith((f"{name}{{", f"{name}{_ARGUMENTS_FOLLOW}{{")):
+                return name
+        return None
 
     def _until(
         self, marker: str, then: _State, pieces: list[Piece], kind: type[Text] | type[Reasoning]
@@ -178,17 +220,61 @@ class OutputParser:
         self._state, self._held = _State.TEXT, after
         return True
 
+    def _all_calls(self, text: str) -> list[Piece]:
+        """Return the calls of an answer that is nothing else; as text what is none, nothing if it was cut."""
+        if self._style is CallStyle.BARE:
+            call = self._read_call(text)
+            return [call] if call else [] if _BEGINNING.match(text) else self._some(Text, text)
+        values = self._values(text)
+        calls = None if values is None else [found for value in values if (found := self._call_of(value))]
+        if values and calls is not None and len(calls) == len(values):
+            self.num_calls += len(calls)
+            return [*calls]
+        begun = text.lstrip().removeprefix(_MARKERS[self._style])
+        was_cut = values is None and (_BEGINNING.match(begun) or self._called(begun))
+        return [] if was_cut else self._some(Text, text)
+
+    def _values(self, text: str) -> list[Any] | None:
+        """Return the JSON values of a row, lists taken apart, names before arguments joined to them.
+
+        None where it is something else, or cut.
+        """
+        values: list[Any] = []
+        rest = text.lstrip(_BETWEEN)
+        while rest:
+            rest = rest.removeprefix(_MARKERS[self._style]).lstrip(_BETWEEN)
+            name = self._called(rest)
+            if name is not None:
+                rest = rest[len(name) :].removeprefix(_ARGUMENTS_FOLLOW)
+            try:
+                value, end = _DECODER.raw_decode(rest)
+            except (ValueError, RecursionError):
+                return None
+            if name is not None:
+                values.append({"name": name, "arguments": value})
+            else:
+                values += value if isinstance(value, list) else [value]
+            rest = rest[end:].lstrip(_BETWEEN)
+        return values
+
     def _read_call(self, text: str) -> Call | None:
         try:
-            value: Any = json.loads(text)
-        except ValueError:
+            call = self._call_of(json.loads(text))
+        except (ValueError, RecursionError):
             return None
-        if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
+        self.num_calls += 1 if call else 0
+        return call
+
+    def _call_of(self, value: Any) -> Call | None:
+        """Return the call that a value spells; None for anything else."""
+        is_native = self._style in _MARKERS
+        keys = value.keys() - (_MORE_KEYS if is_native else set()) if isinstance(value, dict) else set()
+        (key,) = keys - {"name"} if len(keys) == 2 and "name" in keys else ("",)
+        if key != "arguments" and not (is_native and key == "parameters"):
             return None
-        name, arguments = value["name"], value["arguments"]
+        name, arguments = value["name"], value[key]
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
-        self.num_calls += 1
         written = json.dumps(arguments, ensure_ascii=False)
         return Call(call=ToolCall(call_id=self._new_call_id(), name=name, arguments=written))
 

@@ -15,6 +15,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from engine_service.backends.base import ModelError
+from engine_service.chat.parsing import CallStyle
 from engine_service.chat.sandbox import BoundedEnvironment, budget, joined
 from engine_service.errors import InvalidRequest
 
@@ -24,6 +25,15 @@ CHATML: Final = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """Used for models that bring no template."""
+
+_MARKS: Final[tuple[tuple[str, CallStyle | None], ...]] = (
+    ("<function=", None),  # Qwen3-Coder's calls are XML within the tag
+    ("<tool_call>", CallStyle.TAGGED),
+    ("[TOOL_CALLS]", CallStyle.LISTED),
+    ("<|python_tag|>", CallStyle.PARAMETERS),
+    ('"parameters": ', CallStyle.PARAMETERS),
+)
+"""What templates write around calls: Hermes and Qwen, Mistral, Llama 3.1 with its tools and without."""
 
 _ITS_OWN: Final = (AttributeError, MemoryError, TypeError, ValueError)
 
@@ -60,7 +70,7 @@ class ChatTemplate:
             raise ModelError(
                 f"the model's chat template cannot be read: line {error.lineno}: {error.message}"
             ) from error
-        self.handles_tools = "tools" in names
+        self.call_style = _style_of(source) if "tools" in names else None
         self.takes_system = self._takes_system()
 
     def _takes_system(self) -> bool:
@@ -98,6 +108,18 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+
+def _style_of(source: str) -> CallStyle | None:
+    """Return how a model whose template shows it tools writes calls, by what the template writes for it.
+
+    None for a way that nobody here reads (Gemma's, say): such a model is told of tools in our own words, and
+    its calls have our own form.
+    """
+    for mark, style in _MARKS:
+        if mark in source:
+            return style
+    return None
 
 
 def _refuse(message: str) -> NoReturn:

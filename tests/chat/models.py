@@ -38,6 +38,44 @@ WITH_TOOLS: Final = """\
 {% endif %}"""
 """Like Qwen's and Hermes': the template itself writes tools and calls."""
 
+LLAMA_3: Final = """\
+{{- bos_token }}{% for message in messages %}
+{%- if message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception("only single tool-calls") }}{% endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson }}}<|eot_id|>
+{%- else %}<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{% if tools and message.role == 'user' and loop.first %}{{ tools | tojson }}
+{% endif %}{{ message.content }}<|eot_id|>
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+"""Like Llama 3.1's: a call is an object with parameters."""
+
+MISTRAL: Final = """\
+{{- bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}[INST]{{ message.content }}[/INST]
+{%- elif message.tool_calls %}[TOOL_CALLS][
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception("ids must have length 9") }}{% endif %}
+{{- {"name": call.function.name, "arguments": call.function.arguments, "id": call.id} | tojson }}
+{%- endfor %}]{{ eos_token }}
+{%- elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.tool_call_id }}: {{ message.content }}
+{%- else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+"""Like Mistral's: a list of calls, and ids of nine characters."""
+
+OWN_WAY: Final = """\
+{%- for tool in tools or [] %}<start_function_declaration>{{ tool.function.name }}{% endfor %}
+{%- for message in messages %}<start_of_turn>{{ message.role }}
+{{ message.content }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+"""Like the newer of Gemma's: knows tools, and has calls written in a way of its own."""
+
 STRICT: Final = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

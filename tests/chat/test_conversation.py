@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from engine_service.chat.conversation import Conversation
+from engine_service.chat.parsing import Call
 from engine_service.chat.tools import CALL_BIAS, REPORT_BIAS
 from engine_service.errors import InvalidRequest
 from engine_service.protocol import parse_chat_request, parse_prefix_request
-from tests.chat.models import SMOLLM2, STRICT, THINKS, WITH_TOOLS, ByteTokenizer, model
+from tests.chat.models import (
+    LLAMA_3,
+    MISTRAL,
+    OWN_WAY,
+    SMOLLM2,
+    STRICT,
+    THINKS,
+    WITH_TOOLS,
+    ByteTokenizer,
+    model,
+)
 
 TOKENIZER = ByteTokenizer()
 TOOL = {
@@ -78,6 +90,48 @@ def test_a_template_that_knows_tools_gets_them_as_they_came() -> None:
     assert '<|im_start|>tool\n{"success": true}<|im_end|>' in text
 
 
+FAMILIES = [
+    pytest.param(
+        WITH_TOOLS, '<tool_call>{"name": "TurnOn", "arguments": {"name": "a"}}</tool_call>', id="Qwen"
+    ),
+    pytest.param(LLAMA_3, '{"name": "TurnOn", "parameters": {"name": "a"}}', id="Llama 3"),
+    pytest.param(MISTRAL, '[{"name": "TurnOn", "arguments": {"name": "a"}}]', id="Mistral"),
+    pytest.param(MISTRAL, 'TurnOn{"name": "a"}', id="newer Mistral"),
+    pytest.param(OWN_WAY, '{"name": "TurnOn", "arguments": {"name": "a"}}', id="Gemma"),
+]
+
+
+@pytest.mark.parametrize(("template", "written"), FAMILIES)
+def test_a_call_in_the_words_of_every_family_is_read_from_the_stream(template: str, written: str) -> None:
+    request = parse_chat_request({"messages": [USER], "tools": [TOOL]})
+    parser = Conversation(model(template), TOKENIZER).prepare(request).parser
+    pieces = [piece for letter in written for piece in parser.feed(letter)] + parser.finish()
+    (call,) = [piece.call for piece in pieces if isinstance(piece, Call)]
+    assert (len(pieces), call.name, call.arguments) == (1, "TurnOn", '{"name": "a"}')
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, LLAMA_3, MISTRAL, OWN_WAY])
+def test_a_call_is_forced_in_one_form_whatever_the_family(template: str) -> None:
+    request = parse_chat_request({"messages": [USER], "tools": [TOOL], "tool_choice": "required"})
+    prepared = Conversation(model(template), TOKENIZER).prepare(request)
+    assert prepared.constraint is not None
+    (call,) = [*prepared.parser.feed('{"name": "TurnOn", "arguments": {}}'), *prepared.parser.finish()]
+    assert isinstance(call, Call)
+
+
+def test_a_template_that_wants_short_ids_gets_them_alike_in_call_and_result() -> None:
+    text = prompt([USER, CALLED, RESULT], MISTRAL, tools=[TOOL])
+    called, answered = re.findall(r'"id": "(\w{9})"|RESULTS\](\w{9}):', text)
+    assert called[0] == answered[1]
+
+
+def test_a_template_whose_calls_nobody_reads_is_told_of_tools_in_our_words() -> None:
+    text = prompt([SYSTEM, USER, CALLED, RESULT], OWN_WAY, tools=[TOOL])
+    assert "- TurnOn(name?: string): Turns on" in text
+    assert "<start_function_declaration>" not in text
+    assert '{"name": "TurnOn", "arguments": {"name": "a"}}' in text
+
+
 @pytest.mark.parametrize(
     ("template", "choice", "is_forced"),
     [(SMOLLM2, "auto", True), (WITH_TOOLS, "auto", False), (WITH_TOOLS, "required", True)],
@@ -131,7 +185,7 @@ def test_angle_brackets_that_are_no_control_tokens_stay_as_they_are() -> None:
     assert "<b>bold</b> [OK] <|x|>" in prompt([{"role": "user", "content": "<b>bold</b> [OK] <|x|>"}])
 
 
-@pytest.mark.parametrize("template", [SMOLLM2, WITH_TOOLS, STRICT])
+@pytest.mark.parametrize("template", [SMOLLM2, WITH_TOOLS, MISTRAL, OWN_WAY, STRICT])
 @pytest.mark.parametrize("content", ["Light!", "\n", "\n\nB", " x", "A", "7", "{", "", "Größe", "🙂"])
 def test_a_prefix_begins_every_prompt_of_the_same_messages_and_tools(template: str, content: str) -> None:
     talk = Conversation(model(template), TOKENIZER)

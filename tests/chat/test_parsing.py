@@ -9,12 +9,15 @@ import pytest
 from engine_service.chat.parsing import Call, CallStyle, OutputParser, Reasoning, Text
 from engine_service.protocol import ToolCall
 
+NAMES = ("Hass", "HassTurnOn")
 CALL = '{"name": "HassTurnOn", "arguments": {"name": "Küche 🙂"}}'
 
 
 def parse(text: str, style: CallStyle, *, size: int | None = None, thinks: bool = False) -> list[object]:
     """Return (kind, content) with neighbours of one kind joined; size cuts the text into such pieces."""
-    parser = OutputParser(style=style, starts_in_reasoning=thinks, new_call_id=lambda: "call_1")
+    parser = OutputParser(
+        style=style, starts_in_reasoning=thinks, tool_names=NAMES, new_call_id=lambda: "call_1"
+    )
     pieces = []
     for start in range(0, len(text), size or max(1, len(text))):
         pieces += parser.feed(text[start : start + (size or len(text))])
@@ -33,6 +36,8 @@ def parse(text: str, style: CallStyle, *, size: int | None = None, thinks: bool 
     return joined
 
 
+LLAMA = CALL.replace("arguments", "parameters")
+NAMED = 'HassTurnOn{"name": "Küche 🙂"}'
 WANTED_CALL = ("call", "HassTurnOn", {"name": "Küche 🙂"})
 CASES = [
     pytest.param("It is on.", CallStyle.NONE, [("text", "It is on.")], id="plain text"),
@@ -79,6 +84,36 @@ CASES = [
         [("reasoning", "\n"), WANTED_CALL],
         id="reasoning, then a call",
     ),
+    pytest.param(LLAMA, CallStyle.PARAMETERS, [WANTED_CALL], id="Llama's call"),
+    pytest.param(f"<|python_tag|>{LLAMA}", CallStyle.PARAMETERS, [WANTED_CALL], id="Llama's with its tag"),
+    pytest.param(f"{LLAMA}; {LLAMA}", CallStyle.PARAMETERS, [WANTED_CALL] * 2, id="two of Llama's calls"),
+    pytest.param(CALL, CallStyle.PARAMETERS, [WANTED_CALL], id="Llama's call with the usual word"),
+    pytest.param(LLAMA[:-4], CallStyle.PARAMETERS, [], id="Llama's call cut off"),
+    pytest.param("It < is", CallStyle.PARAMETERS, [("text", "It < is")], id="Llama's text"),
+    pytest.param("<|python", CallStyle.PARAMETERS, [("text", "<|python")], id="half of Llama's tag"),
+    pytest.param(
+        '{"sky": "clear"}', CallStyle.PARAMETERS, [("text", '{"sky": "clear"}')], id="Llama's JSON answer"
+    ),
+    pytest.param(f"[{CALL}]", CallStyle.LISTED, [WANTED_CALL], id="Mistral's call"),
+    pytest.param(
+        f'[TOOL_CALLS] [{CALL}, {CALL[:-1]}, "id": "abcdefghi"}}]',
+        CallStyle.LISTED,
+        [WANTED_CALL] * 2,
+        id="Mistral's calls with their token and an id",
+    ),
+    pytest.param(NAMED, CallStyle.LISTED, [WANTED_CALL], id="Mistral's newer call"),
+    pytest.param(
+        f"[TOOL_CALLS]{NAMED}[TOOL_CALLS]{NAMED}".replace("On{", "On[ARGS]{"),
+        CallStyle.LISTED,
+        [WANTED_CALL] * 2,
+        id="Mistral's newer calls with their tokens",
+    ),
+    pytest.param(f"[{CALL[:-4]}", CallStyle.LISTED, [], id="Mistral's call cut off"),
+    pytest.param(NAMED[:-4], CallStyle.LISTED, [], id="Mistral's newer call cut off"),
+    pytest.param("[1] says so", CallStyle.LISTED, [("text", "[1] says so")], id="Mistral's text in brackets"),
+    pytest.param("HassTurnOn it", CallStyle.LISTED, [("text", "HassTurnOn it")], id="a tool's name as text"),
+    pytest.param("Hass", CallStyle.LISTED, [("text", "Hass")], id="a tool's name and no more"),
+    pytest.param('[{"a": 1}]', CallStyle.LISTED, [("text", '[{"a": 1}]')], id="a list that is no call"),
     pytest.param("<think>It is", CallStyle.NONE, [("reasoning", "It is")], id="reasoning cut off"),
     pytest.param("<thin", CallStyle.NONE, [("text", "<thin")], id="half a tag at the end"),
 ]

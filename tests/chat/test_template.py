@@ -8,9 +8,10 @@ from datetime import datetime
 import pytest
 
 from engine_service.backends.base import ModelError
+from engine_service.chat.parsing import CallStyle
 from engine_service.chat.template import ChatTemplate
 from engine_service.errors import InvalidRequest
-from tests.chat.models import SMOLLM2, STRICT, THINKS, THINKS_IF_TOLD, WITH_TOOLS
+from tests.chat.models import LLAMA_3, MISTRAL, OWN_WAY, SMOLLM2, STRICT, THINKS, THINKS_IF_TOLD, WITH_TOOLS
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -27,12 +28,23 @@ def test_a_model_without_template_is_spoken_to_in_chatml() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "handles_tools", "takes_system"),
-    [(SMOLLM2, False, True), ("", False, True), (WITH_TOOLS, True, True), (STRICT, False, False)],
+    ("source", "call_style", "takes_system"),
+    [
+        (SMOLLM2, None, True),
+        ("", None, True),
+        (WITH_TOOLS, CallStyle.TAGGED, True),
+        (LLAMA_3, CallStyle.PARAMETERS, True),
+        (MISTRAL, CallStyle.LISTED, True),
+        (OWN_WAY, None, True),
+        (WITH_TOOLS + "<tool_call>\n<function=f>", None, True),
+        (STRICT, None, False),
+    ],
 )
-def test_what_a_template_can_do_is_found_out(source: str, handles_tools: bool, takes_system: bool) -> None:
+def test_what_a_template_can_do_is_found_out(
+    source: str, call_style: CallStyle | None, takes_system: bool
+) -> None:
     template = ChatTemplate(source)
-    assert template.handles_tools is handles_tools
+    assert template.call_style is call_style
     assert template.takes_system is takes_system
 
 
