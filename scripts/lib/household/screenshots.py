@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import platform
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from household import dashboard, table, workload
 from household.browser import BrowserFailed, Visit, visit
 from household.documents import DOCUMENTS
 from household.homeassistant import sign_in_tokens
 from household.phases import pace, plan_for, run_idle_commands
-from household.places import ROOT
+from household.places import ENGINE_COMMAND, ROOT
 from household.process import ProcessDied
 from household.residence import ALICE
 from household.stage import Stage, StageTaken
@@ -61,7 +66,7 @@ async def _run(output: Path) -> int:
         await workload.add_automation(stage.household)
         await dashboard.create(stage.household)
         print("[screenshots] the way in, while nothing else goes on", flush=True)
-        files = await _photograph(stage, ways_in(output))
+        files = [*await _photograph(stage, ways_in(output)), examined(output / "doctor.svg")]
         await run_idle_commands(stage.household)
         plan = plan_for(await pace(stage))
         print("[screenshots] the dashboard, in the middle of an evening", flush=True)
@@ -99,12 +104,30 @@ async def _evenings(stage: Stage, plan: list[workload.Arrival], scene: table.Sce
 
 def _draw(scene: table.Scene, snapshot: dict[str, Any], file: Path) -> None:
     """Save the live table as it is now."""
+    _save(table.render(scene, snapshot), "scripts/demo", file)
+
+
+def _save(shown: RenderableType, title: str, file: Path) -> None:
+    """Save what a terminal would show."""
     with open("/dev/null", "w") as nowhere:
         console = Console(record=True, width=110, file=nowhere)
-        console.print(table.render(scene, snapshot))
-        picture = console.export_svg(title="scripts/demo")
+        console.print(shown)
+        picture = console.export_svg(title=title)
     # The fonts it would fetch from the internet; any fixed-width one will do.
     file.write_text(re.sub(r"@font-face \{.*?\}\n", "", picture, flags=re.DOTALL))
+
+
+def examined(file: Path) -> Path:
+    """Save what `fairhearth doctor` says here, without what only this machine is called; return the file."""
+    with tempfile.TemporaryDirectory() as home:
+        environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "110", "XDG_STATE_HOME": home}
+        found = subprocess.run(
+            [ENGINE_COMMAND, "doctor"], cwd=home, env=environment, capture_output=True, text=True, check=False
+        )
+    said = found.stdout.replace(home, "~/.local/state").replace(str(Path.home()), "~")
+    said = said.replace(platform.platform(), platform.system())
+    _save(Text.from_ansi(said), "fairhearth doctor", file)
+    return file
 
 
 def ways_in(output: Path) -> list[Visit]:
