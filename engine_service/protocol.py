@@ -231,12 +231,14 @@ class PrefixRequest:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     thinking: bool | None = None  #: as in the chat requests that are to come
+    model: str | None = None
 
     def as_wire(self) -> dict[str, Any]:
         """Return the request as it is sent."""
         optional = {
             "tools": [tool.as_wire() for tool in self.tools] or None,
             "chat_template_kwargs": _switches_as_wire(self.thinking),
+            "model": self.model,
         }
         return {"messages": [message.as_wire() for message in self.messages]} | _without_none(optional)
 
@@ -1107,6 +1109,7 @@ def parse_prefix_request(value: Any) -> PrefixRequest:
         messages=tuple(raw["messages"]),
         tools=raw.get("tools") or (),
         thinking=raw.get("chat_template_kwargs"),
+        model=raw.get("model"),
     )
 
 

@@ -29,5 +29,7 @@ async def test_a_hundred_streams_of_which_some_break_off_leave_nothing_behind(tm
 async def test_a_thousand_streams_for_ten_minutes_leave_memory_as_it_was(tmp_path: Path) -> None:
     result = await run_load(tmp_path, streams=1000, seconds=600)
     assert_sound(result)
+    # Less what the machine itself did not give: whoever runs this beside other work measures that work.
+    assert result.engine["own_lag_s"]["p99"] < 0.05, result.engine["lag_s"]
     # The quantiles' window of five minutes still fills in the second quarter; docs/load.md has the figures.
     assert result.memory_growth() < 0.10

@@ -163,6 +163,26 @@ async def test_a_body_larger_than_the_engine_reads_is_refused(home: Household) -
 
 
 @pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/chat/completions", HELLO),
+        ("/v1/completions", {"prompt": "Once"}),
+        ("/v1/prefix", {"messages": [{"role": "system", "content": "Hi"}]}),
+        ("/v1/jobs", {"request": HELLO}),
+    ],
+)
+async def test_no_address_answers_for_a_model_that_is_not_served(
+    home: Household, path: str, message: dict[str, Any]
+) -> None:
+    named = (
+        {"request": {**HELLO, "model": "gpt-9"}} if "request" in message else {**message, "model": "gpt-9"}
+    )
+    answer = await home.ask("POST", path, named)
+    assert (answer.status, answer.error["code"]) == (404, "unknown_model")
+    assert answer.error["param"] == ("request.model" if "request" in message else "model")
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
         ("GET", "/index.html", 404, "not_found"),

@@ -34,7 +34,7 @@ from engine_service.server.plans import (
     plan_completion,
 )
 from engine_service.server.replies import Reply, error_body, messages_of
-from engine_service.server.service import CALLER, SERVICE, read_json, respond
+from engine_service.server.service import CALLER, SERVICE, read_json, require_model, respond
 from engine_service.server.streaming import DONE, EventStream, ReaderGone
 
 _LOGGER = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ async def prefix(request: web.Request) -> web.StreamResponse:
     """POST /v1/prefix."""
     service = request.app[SERVICE]
     message = parse_prefix_request(await read_json(request))
+    if message.model:
+        require_model(service, message.model, param="model")
     prompt_ids = await off_loop(length_of(message.messages), lambda: service.conversation.prefix_ids(message))
     constraint = service.conversation.prefix_constraint(message)
     if constraint is not None:
