@@ -37,6 +37,7 @@ class FirstComeFirstServed(Scheduler):
     def _plan(self, *, now: float) -> list[Decision]:
         decisions: list[Decision] = []
         self._drain_overcommitted(decisions, now=now)
+        self._put_back(decisions, now=now)
         self._take_slots(decisions, now=now)
         composed = self._compose_in_slot_order()
         if composed.is_empty:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine_service.scheduling.model import Capacity, Policy, Request, RequestId, Resident
+from engine_service.scheduling.model import (
+    THE_MODEL,
+    Capacity,
+    ModelId,
+    Policy,
+    Request,
+    RequestId,
+    Resident,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +52,15 @@ class IterationDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityChanged:
-    """The backend offers something else than before (first event; pinned prefix; new backend)."""
+    """The backend offers something else than before (first event; pinned prefix; new backend).
+
+    Where another model serves from now on, nobody holds pages; pinned says what its memory still keeps.
+    """
 
     capacity: Capacity
+    model_id: ModelId = THE_MODEL  #: the model that serves
+    pinned: tuple[tuple[RequestId, int], ...] = ()  #: of another model than before: prefixes and their pages
+    switch_s: float = 0.0  #: seconds for which nobody could be served because of the change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +92,16 @@ class BackendLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStopped:
+    """Another model is to serve: nobody is admitted until the next `CapacityChanged`; who runs may end.
+
+    Again, with a lower number: more of those who run are put back.
+    """
+
+    puts_back_from: int | None = None  #: who is no more urgent than that is put back at once; None: nobody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixDropped:
     """The prefix pinned by that request was given up; its pages are free. Unknown ids change nothing."""
 
@@ -98,6 +122,7 @@ Event = (
     | ResidentsChanged
     | DayStarted
     | BackendLost
+    | ServingStopped
     | PrefixDropped
     | Ticked
 )

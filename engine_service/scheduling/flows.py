@@ -1,4 +1,4 @@
-"""What all requests of one class and resident have in common: their queue, their urgency, their bills.
+"""What all requests of one class, resident and model have in common: their queue, their urgency, their bills.
 
 Decides nothing; only `state` and `scheduler` change a flow. Urgency is kept here, once per flow, because
 nothing but the class, the resident's voice bucket and the resident's quota decides it.
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from engine_service.scheduling.counters import Account
 from engine_service.scheduling.model import (
     FIRST_LOWER_URGENCY,
+    THE_MODEL,
     ClassPolicy,
+    ModelId,
     Policy,
     RequestId,
     RequestState,
@@ -25,21 +27,22 @@ from engine_service.scheduling.model import (
 if TYPE_CHECKING:
     from engine_service.scheduling.records import Record
 
-FlowId = tuple[WorkloadClass, ResidentId]
+FlowId = tuple[WorkloadClass, ResidentId, ModelId]
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One class of one resident."""
+    """One class of one resident, asking one model."""
 
     class_id: WorkloadClass
     resident_id: ResidentId
     rules: ClassPolicy
+    model_id: ModelId = THE_MODEL
     urgency: int = field(init=False)  #: the class's, or less where a bucket or a soft quota is exhausted
     own_urgency: int = field(init=False)  #: the class's
     is_spoken: bool = field(init=False)
     is_lower: bool = field(init=False)  #: served by the background reserve
-    is_paused: bool = False  #: the policy keeps the class waiting
+    is_paused: bool = False  #: kept waiting: the policy pauses the class, or another model serves
     num_waiting: int = 0
     num_held: int = 0  #: requests that hold pages
     num_enqueued: int = 0  #: ever
@@ -56,8 +59,8 @@ class Flow:
 
     @property
     def flow_id(self) -> FlowId:
-        """Class and resident."""
-        return self.class_id, self.resident_id
+        """Class, resident and model."""
+        return self.class_id, self.resident_id, self.model_id
 
     def push(self, record: Record, *, attained: int | None) -> None:
         """Queue a record: preempted first, then its program's attained service, then age.

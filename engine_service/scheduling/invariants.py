@@ -207,8 +207,8 @@ def _check_flows(state: State) -> None:
     waiting: Counter[Flow] = Counter()
     held: Counter[Flow] = Counter()
     for record in state.records.values():
-        if state.flows.get((record.class_id, record.resident_id)) is not record.flow:
-            raise InvariantBroken("P10", "is not in the flow of its class and resident", record)
+        if state.flows.get((record.class_id, record.resident_id, record.model_id)) is not record.flow:
+            raise InvariantBroken("P10", "is not in the flow of its class, resident and model", record)
         (held if record.holds_pages else waiting)[record.flow] += 1
     if {*state.waiting_flows, *state.set_aside} != set(waiting):
         noted = len(state.waiting_flows) + len(state.set_aside)
@@ -218,7 +218,7 @@ def _check_flows(state: State) -> None:
     for flow in state.flows.values():
         if (flow.num_waiting, flow.num_held) != (waiting[flow], held[flow]):
             raise InvariantBroken("P6", f"{flow.class_id} of {flow.resident_id} is counted wrongly")
-        if flow.is_paused != (flow.class_id in state.policy.paused_classes):
+        if flow.is_paused != state.is_kept_waiting(flow):
             raise InvariantBroken("P9", f"{flow.class_id} of {flow.resident_id} is paused and should not be")
         if flow.class_id.urgency > flow.urgency:
             raise InvariantBroken("P10", f"{flow.class_id} of {flow.resident_id} was made more urgent")

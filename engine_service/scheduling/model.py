@@ -14,6 +14,7 @@ from typing import Final, NewType
 
 ResidentId = NewType("ResidentId", str)
 RequestId = NewType("RequestId", str)
+ModelId = NewType("ModelId", str)
 
 GUEST: Final = ResidentId("guest")
 """Every unknown speaker shares this one resident, so that identities cannot be minted."""
@@ -23,6 +24,9 @@ HOUSE: Final = ResidentId("house")
 
 SYSTEM: Final = ResidentId("system")
 """The account that pays for what the scheduler itself caused (recompute after preemption)."""
+
+THE_MODEL: Final = ModelId("")
+"""The model of an engine that has only one."""
 
 MICRO: Final = 1_000_000
 """Virtual counters are whole micro-units: one unit of service of a weight-1 resident is MICRO."""
@@ -289,6 +293,7 @@ class Request:
     program_id: str | None = None  #: the agent run or conversation this call belongs to
     keep_prefix: bool = False  #: on finish its pages stay as a pinned prefix instead of being freed
     paid_by_system: bool = False  #: computed for everybody (pinned prefixes): charged to `system`
+    model_id: ModelId = THE_MODEL  #: the model that is to answer
 
     def __post_init__(self) -> None:
         """Refuse lengths that cannot be."""

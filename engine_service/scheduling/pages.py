@@ -40,6 +40,11 @@ class PageLedger:
         """Pages of pinned prefixes."""
         return self._num_pinned
 
+    @property
+    def pinned(self) -> tuple[tuple[RequestId, int], ...]:
+        """Pinned prefixes and their pages, oldest first."""
+        return tuple(self._pinned.items())
+
     def held_by(self, resident_id: ResidentId) -> int:
         """Return the pages a resident's requests hold."""
         return self._by_resident.get(resident_id, 0)

@@ -16,7 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine_service.scheduling.flows import Bill, Flow
-from engine_service.scheduling.model import Request, RequestId, RequestState, ResidentId, WorkloadClass
+from engine_service.scheduling.model import (
+    ModelId,
+    Request,
+    RequestId,
+    RequestState,
+    ResidentId,
+    WorkloadClass,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +34,7 @@ class Record:
     arrived_at: float
     due_at: float
     shared: int  #: leading tokens held by a pinned prefix
-    flow: Flow = field(init=False)  #: its class and resident; set when it is enqueued first
+    flow: Flow = field(init=False)  #: its class, resident and model; set when it is enqueued first
     bill: Bill | None = None  #: where its tokens are added up; None: to be looked up
     request_id: RequestId = field(init=False)
     length: int = field(init=False)  #: tokens of the sequence: prompt plus output so far
@@ -62,6 +69,11 @@ class Record:
     def resident_id(self) -> ResidentId:
         """Who is charged."""
         return self.request.resident_id
+
+    @property
+    def model_id(self) -> ModelId:
+        """Which model is asked."""
+        return self.request.model_id
 
     @property
     def class_id(self) -> WorkloadClass:

@@ -12,7 +12,8 @@ Rules (each is checked by `invariants.check`)
 * P7 the same events at the same times give the same decisions.
 * P8 a cancelled request gives its pages back within one iteration and settles once.
 * P9 no idle iteration while an admissible request waits, unless a named reserve says so: the headroom of
-  speech, the sprint, or that its class is paused (`Policy.paused_classes`).
+  speech, the sprint, that its class is paused (`Policy.paused_classes`), or that it asks another model than
+  the one that serves.
 * P10 a class is set by the arrival and never changes.
 """
 
@@ -49,14 +50,17 @@ from engine_service.scheduling.events import (
     PrefixDropped,
     ResidentsChanged,
     SequenceResult,
+    ServingStopped,
     Ticked,
 )
+from engine_service.scheduling.estimator import CostEstimator
 from engine_service.scheduling.flows import Bill
 from engine_service.scheduling.model import (
     GUEST,
     HOUSE,
     MICRO,
     SYSTEM,
+    Capacity,
     FairnessGoal,
     Policy,
     PreemptionMode,
@@ -104,11 +108,7 @@ class Scheduler:
             case IterationDone():
                 return self._iteration_done(event, now=now)
             case CapacityChanged():
-                self.state.capacity = event.capacity
-                self.state.epoch += 1
-                self.state.is_backend_up = True
-                self.state.pages.total = event.capacity.num_pages
-                return self._refuse_hopeless(now=now)
+                return self._capacity_changed(event, now=now)
             case PolicyChanged():
                 self._set_policy(event.policy, now=now)
                 return self._refuse_hopeless(now=now)
@@ -120,12 +120,51 @@ class Scheduler:
                 return []
             case BackendLost():
                 return self._backend_lost(now=now)
+            case ServingStopped():
+                self.state.is_leaving = True
+                self.state.puts_back_from = event.puts_back_from
+                self.state.set_flows_aside(now=now)
+                return []
             case PrefixDropped():
                 return self._prefix_dropped(event.request_id)
             case Ticked():
                 return []
             case _:
                 assert_never(event)
+
+    # ---- memory and the model in it
+
+    def _capacity_changed(self, event: CapacityChanged, *, now: float) -> list[Decision]:
+        state = self.state
+        if event.model_id != state.serving:
+            self._change_model(event)
+        state.is_leaving, state.puts_back_from = False, None
+        state.capacity = event.capacity
+        state.epoch += 1
+        state.is_backend_up = True
+        state.pages.total = event.capacity.num_pages
+        micros = int(event.switch_s * MICRO)
+        state.switch_micros += micros
+        if micros and state.policy.unit is ServiceUnit.ACCELERATOR_TIME:
+            state.counters.charge_system(micros)
+        state.set_flows_aside(now=now)
+        return self._refuse_hopeless(now=now)
+
+    def _change_model(self, event: CapacityChanged) -> None:
+        """Take over another model's memory, with the prefixes that it still keeps."""
+        state = self.state
+        if state.holding or state.in_flight:
+            raise RuntimeError("another model cannot serve while somebody runs on this one")
+        state.pages.forget_all()
+        for request_id, num_pages in event.pinned:
+            state.pages.pin(request_id, num_pages=num_pages)
+        state.estimators[state.serving] = state.estimator
+        state.estimator = state.estimators.pop(event.model_id, None) or CostEstimator()
+        state.serving = event.model_id
+        if not event.pinned:
+            for record in state.records.values():
+                if record.model_id == event.model_id:
+                    record.shared = 0
 
     # ---- questions of the shell
 
@@ -140,12 +179,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Return whether something runs or waits for its turn (not: for a paused class)."""
+        """Return whether something runs or waits for its turn (not: for a paused class, another model)."""
         return bool(self.state.holding) or self.state.total_waiting > 0
 
-    def most_tokens(self, class_id: WorkloadClass, *, shared: int = 0) -> int:
-        """Return the longest sequence a request of the class may have; shared is its pinned beginning."""
-        return admission.most_tokens_ever(self.state, class_id, shared=shared)
+    def most_tokens(
+        self, class_id: WorkloadClass, *, shared: int = 0, elsewhere: Capacity | None = None
+    ) -> int:
+        """Return the longest sequence a request of the class may have; shared is its pinned beginning.
+
+        elsewhere is the memory of a model that does not serve, for a request that is to wait for it.
+        """
+        state = self.state
+        if elsewhere is not None:
+            state = State(state.policy)
+            state.capacity = elsewhere
+        return admission.most_tokens_ever(state, class_id, shared=shared)
 
     def eta_s(self, request_id: RequestId, *, now: float) -> float | None:
         """Return the seconds (>= 0) until a waiting request probably starts.
@@ -199,7 +247,7 @@ class Scheduler:
             self.state.epoch += 1
         self.state.policy = policy
         self.state.open_windows()
-        self.state.pause_classes(now=now)
+        self.state.set_flows_aside(now=now)
 
     # ---- arrivals
 
@@ -217,11 +265,11 @@ class Scheduler:
         if refusal is not None:
             self._count_rejection(record)
             return [refusal]
-        is_paused = record.class_id in self.state.policy.paused_classes
-        if not is_paused and not self.state.num_waiting.get(record.resident_id):
+        flow = self.state.flow(record.class_id, record.resident_id, record.model_id)
+        if not flow.is_paused and not self.state.num_waiting.get(record.resident_id):
             self.state.counters.lift(record.resident_id, backlogged=self.state.backlogged)
         self.state.records[record.request_id] = record
-        if request.keep_prefix:
+        if request.keep_prefix and self._is_asked_of_this(record):
             self.state.coming_prefixes[record.request_id] = admission.most_pages_ever(self.state, record)
         self.state.enqueue(record, now=now)
         record.tell("arrived", now=now)
@@ -267,7 +315,7 @@ class Scheduler:
         self, record: Record, reason: RejectReason, limit: int, num_waiting: int, *, now: float
     ) -> Reject:
         self.state.refresh(now)
-        flow = self.state.flow(record.class_id, record.resident_id)
+        flow = self.state.flow(record.class_id, record.resident_id, record.model_id)
         return Reject(
             request_id=record.request_id,
             reason=reason,
@@ -278,7 +326,6 @@ class Scheduler:
 
     def _too_long(self, record: Record) -> Reject | None:
         request, state = record.request, self.state
-        capacity = state.known_capacity
         policy = state.policy.classes[request.class_id]
         if policy.max_output_tokens is not None and request.max_tokens > policy.max_output_tokens:
             return Reject(
@@ -286,6 +333,9 @@ class Scheduler:
                 reason=RejectReason.OUTPUT_TOO_LONG,
                 limit=policy.max_output_tokens,
             )
+        if not self._is_asked_of_this(record):
+            return None  # it is measured against the memory of its model when that serves
+        capacity = state.known_capacity
         context = min(capacity.max_context_tokens, policy.max_context_tokens or capacity.max_context_tokens)
         if record.most_tokens > context:
             return Reject(
@@ -301,6 +351,10 @@ class Scheduler:
             )
         return None
 
+    def _is_asked_of_this(self, record: Record) -> bool:
+        """Return whether the model that serves is the one that is asked."""
+        return record.model_id == self.state.serving
+
     def _refuse_hopeless(self, *, now: float) -> list[Decision]:
         """Refuse waiting requests that no longer fit at all; the only scan over all of them, and rare."""
         if self.state.capacity is None:
@@ -311,7 +365,7 @@ class Scheduler:
             self.state.coming_prefixes.pop(record.request_id, None)
             refusal = self._too_long(record)
             if refusal is None:
-                if record.request.keep_prefix:
+                if record.request.keep_prefix and self._is_asked_of_this(record):
                     pages = admission.most_pages_ever(self.state, record)
                     self.state.coming_prefixes[record.request_id] = pages
                 continue
@@ -617,7 +671,7 @@ class Scheduler:
         decisions: list[Decision] = []
         self.state.refresh(now)
         self._drain_overcommitted(decisions, now=now)
-        self._put_back_paused(decisions, now=now)
+        self._put_back(decisions, now=now)
         self._grow(decisions, now=now)
         self._admit_all(decisions, now=now)
         composed = composition.compose(self.state, now=now)
@@ -670,12 +724,23 @@ class Scheduler:
             last = max(self.state.holding.values(), key=lambda r: self.state.order_key(r, now=now))
             self._preempt(last, None, decisions, now=now)
 
-    def _put_back_paused(self, decisions: list[Decision], *, now: float) -> None:
-        """Take the memory of paused classes back; where the backend cannot, what runs is let to its end."""
-        if not self.state.policy.paused_classes or not self.state.known_capacity.can_release:
+    def _put_back(self, decisions: list[Decision], *, now: float) -> None:
+        """Take back the memory of paused classes, and of those who are to give way to another model.
+
+        Where the backend cannot, what runs is let to its end.
+        """
+        state = self.state
+        if not (state.policy.paused_classes or state.is_leaving) or not state.known_capacity.can_release:
             return
-        for record in [r for r in self.state.holding.values() if r.flow.is_paused and not r.is_cancelled]:
+        for record in [r for r in state.holding.values() if self._is_to_give_way(r)]:
             self._preempt(record, None, decisions, now=now)
+
+    def _is_to_give_way(self, record: Record) -> bool:
+        if record.is_cancelled:
+            return False
+        puts_back_from = self.state.puts_back_from
+        gives_way = puts_back_from is not None and record.flow.urgency >= puts_back_from
+        return gives_way or record.class_id in self.state.policy.paused_classes
 
     def _grow(self, decisions: list[Decision], *, now: float) -> None:
         if not self.state.growing:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from engine_service.scheduling.counters import Account
-from engine_service.scheduling.model import ResidentId, WorkloadClass
+from engine_service.scheduling.flows import FlowId
+from engine_service.scheduling.model import THE_MODEL, ModelId, ResidentId, WorkloadClass
 from engine_service.scheduling.state import State
 from engine_service.scheduling.windows import WindowSum
 
@@ -49,6 +50,7 @@ def take(state: State, *, now: float) -> dict[str, Any]:
         "waited": waited,
         "lengths": [[flow_id, outputs] for flow_id, outputs in state.lengths.export()],
         "recomputed_tokens": state.recomputed_tokens,
+        "switch_micros": state.switch_micros,
         "has_changed_cost": state.has_changed_cost,
     }
 
@@ -89,6 +91,7 @@ def apply(state: State, snapshot: object, *, now: float, elapsed_s: float = 0.0)
     lengths = _item(top, "lengths", _lengths)
     recomputed = _item(top, "recomputed_tokens", _whole)
     has_changed_cost = _item(top, "has_changed_cost", _boolean)
+    switched = _whole(top.get("switch_micros", 0), "switch_micros")  # engines of one model did not write it
 
     state.counters.restore(last_left=last_left, system=system, **maps)
     state.quota.restore(day_name, day_spent)
@@ -105,6 +108,7 @@ def apply(state: State, snapshot: object, *, now: float, elapsed_s: float = 0.0)
     state.waited = waited
     state.lengths.restore(lengths)
     state.recomputed_tokens = recomputed
+    state.switch_micros = switched
     state.has_changed_cost = has_changed_cost
 
 
@@ -196,15 +200,20 @@ def _classes(value: object, name: str) -> dict[WorkloadClass, Account]:
     return {c: _item(table, c.value, _read_account) for c in WorkloadClass}
 
 
-def _lengths(value: object, name: str) -> list[tuple[tuple[WorkloadClass, ResidentId], list[int]]]:
-    expected = "a list of [[class, resident], [tokens, ...]]"
+def _lengths(value: object, name: str) -> list[tuple[FlowId, list[int]]]:
+    expected = "a list of [[class, resident, model], [tokens, ...]]"
     if not isinstance(value, list):
         raise _wrong(name, expected, value)
     read = []
     for entry in value:
         try:
-            (class_id, resident_id), outputs = entry
-            flow_id = (WorkloadClass(class_id), ResidentId(_text(resident_id, name)))
+            (class_id, resident_id, *named), outputs = entry
+            (model_id,) = named or (THE_MODEL,)  # engines of one model did not write it
+            flow_id = (
+                WorkloadClass(class_id),
+                ResidentId(_text(resident_id, name)),
+                ModelId(_text(model_id, name)),
+            )
             read.append((flow_id, [_whole(output, name) for output in outputs]))
         except (TypeError, ValueError):
             raise _wrong(name, expected, entry) from None

@@ -3,9 +3,10 @@
 Decides nothing and changes nothing but its own bookkeeping (flows, waiting counts). `admission`,
 `preemption` and `composition` read it; `scheduler` alone acts on it.
 
-A *flow* is all waiting requests of one class and resident, oldest first. Heads of flows are all that is
-ever looked at, so the work per decision does not grow with the number of waiting requests. Flows of paused
-classes are set aside: they take part in nothing until they are resumed, as if they were not there.
+A *flow* is all waiting requests of one class, resident and model, oldest first. Heads of flows are all that
+is ever looked at, so the work per decision does not grow with the number of waiting requests. Flows of paused
+classes, and of models that do not serve, are set aside: they take part in nothing until they are resumed, as
+if they were not there.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from engine_service.scheduling.lengths import OutputLengths
 from engine_service.scheduling.model import (
     MICRO,
     SYSTEM,
+    THE_MODEL,
     Capacity,
     FairnessGoal,
+    ModelId,
     Policy,
     RequestId,
     Resident,
@@ -62,6 +65,10 @@ class State:
     policy: Policy
     capacity: Capacity | None = None
     is_backend_up: bool = False  #: False from `BackendLost` to the next `CapacityChanged`
+    serving: ModelId = THE_MODEL  #: the model whose memory this is
+    is_leaving: bool = False  #: from `ServingStopped` to the next `CapacityChanged`: nobody is admitted
+    puts_back_from: int | None = None  #: then: who is no more urgent than that is put back
+    switch_micros: int = 0  #: microseconds for which nobody was served because the model changed
     residents: dict[ResidentId, Resident] = field(default_factory=dict)
     records: dict[RequestId, Record] = field(default_factory=dict)
     holding: dict[RequestId, Record] = field(default_factory=dict)
@@ -74,7 +81,8 @@ class State:
     rolling: RollingQuota = field(default_factory=RollingQuota)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     programs: Programs = field(default_factory=Programs)
-    estimator: CostEstimator = field(default_factory=CostEstimator)
+    estimator: CostEstimator = field(default_factory=CostEstimator)  #: of the model that serves
+    estimators: dict[ModelId, CostEstimator] = field(default_factory=dict)  #: of those that served before
     accounts: dict[ResidentId, Account] = field(default_factory=dict)
     class_accounts: dict[WorkloadClass, Account] = field(
         default_factory=lambda: {class_id: Account() for class_id in WorkloadClass}
@@ -98,7 +106,7 @@ class State:
     leaving: dict[RequestId, Record] = field(default_factory=dict)  #: holding, cancelled
     growing: dict[RequestId, Record] = field(default_factory=dict)  #: decoding beyond their reservation
     waiting_flows: dict[Flow, None] = field(default_factory=dict)  #: flows with something waiting
-    set_aside: dict[Flow, None] = field(default_factory=dict)  #: the same, of paused classes
+    set_aside: dict[Flow, None] = field(default_factory=dict)  #: the same, of who is kept waiting
     waiting_by_urgency: list[int] = field(default_factory=lambda: [0] * (_LOWEST_URGENCY + 1))
     held_by_urgency: list[int] = field(default_factory=lambda: [0] * (_LOWEST_URGENCY + 1))
     capped: tuple[Resident, ...] = ()  #: residents with a page cap
@@ -124,15 +132,23 @@ class State:
 
     # ---- flows
 
-    def flow(self, class_id: WorkloadClass, resident_id: ResidentId) -> Flow:
-        """Return the flow of a class and resident, opening it if needed."""
-        flow = self.flows.get((class_id, resident_id))
+    def flow(
+        self, class_id: WorkloadClass, resident_id: ResidentId, model_id: ModelId = THE_MODEL
+    ) -> Flow:
+        """Return the flow of a class, resident and model, opening it if needed."""
+        flow = self.flows.get((class_id, resident_id, model_id))
         if flow is None:
-            flow = Flow(class_id=class_id, resident_id=resident_id, rules=self.policy.classes[class_id])
+            rules = self.policy.classes[class_id]
+            flow = Flow(class_id=class_id, resident_id=resident_id, rules=rules, model_id=model_id)
             flow.urgency = self._urgency_of(flow)
-            flow.is_paused = class_id in self.policy.paused_classes
-            self.flows[class_id, resident_id] = flow
+            flow.is_paused = self.is_kept_waiting(flow)
+            self.flows[flow.flow_id] = flow
         return flow
+
+    def is_kept_waiting(self, flow: Flow) -> bool:
+        """Return whether the flow takes part in nothing: its class is paused, or its model does not serve."""
+        is_elsewhere = self.is_leaving or flow.model_id != self.serving
+        return is_elsewhere or flow.class_id in self.policy.paused_classes
 
     def bill(self, record: Record) -> Bill:
         """Return where the record's tokens are added up."""
@@ -158,7 +174,7 @@ class State:
     def enqueue(self, record: Record, *, now: float) -> None:
         """Put a waiting record into its flow."""
         resident_id = record.resident_id
-        flow = record.flow = self.flow(record.class_id, resident_id)
+        flow = record.flow = self.flow(record.class_id, resident_id, record.model_id)
         program_id = self.program_of(record)
         flow.push(record, attained=self.programs.attained(program_id) if program_id else None)
         record.ticket = flow.num_enqueued
@@ -203,9 +219,9 @@ class State:
                 resident_id, now - since
             )
 
-    def pause_classes(self, *, now: float) -> None:
-        """Set the flows of paused classes aside, and let those of resumed ones take part again."""
-        turned = [f for f in self.flows.values() if f.is_paused != (f.class_id in self.policy.paused_classes)]
+    def set_flows_aside(self, *, now: float) -> None:
+        """Set the flows aside that are kept waiting, and let the others take part again."""
+        turned = [f for f in self.flows.values() if f.is_paused != self.is_kept_waiting(f)]
         idle = {f.resident_id: None for f in turned if f.is_paused and f.num_waiting}
         back = [r for r in idle if not self.num_waiting.get(r)]
         if back:
@@ -223,13 +239,13 @@ class State:
                 self._join(flow, flow.num_waiting, now=now)
 
     def num_set_aside(self, resident_id: ResidentId | None = None) -> int:
-        """Return how many requests (of a resident) wait for their class to be resumed."""
+        """Return how many requests (of a resident) wait for their class, or their model, to be resumed."""
         return sum(f.num_waiting for f in self.set_aside if resident_id in (None, f.resident_id))
 
     def heads(self) -> Iterator[tuple[FlowId, Record]]:
         """Yield the oldest waiting record of every flow that has one."""
         for flow in list(self.waiting_flows):
-            yield (flow.class_id, flow.resident_id), flow.head(self.records)
+            yield flow.flow_id, flow.head(self.records)
 
     @property
     def backlogged(self) -> list[ResidentId]:
