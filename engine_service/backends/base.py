@@ -8,10 +8,10 @@ that one thread, except `Backend.abort`, `Tokenizer` and the read-only `info`, w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_service.scheduling.model import Capacity, PreemptionMode, RequestId
 
@@ -229,6 +229,14 @@ class Backend(Protocol):
         """Give up the prefix pinned by that request; sequences that share it keep their copy."""
         ...
 
+    def hand_over(self) -> Mapping[RequestId, Any]:
+        """Give away what is kept of preempted requests, for `adopt` of the same model's next backend."""
+        ...
+
+    def adopt(self, handed: Mapping[RequestId, Any]) -> None:
+        """Take over preempted requests that an earlier backend of the same model handed over."""
+        ...
+
     def step(self, decode_ids: Sequence[RequestId], prefills: Sequence[ChunkOrder]) -> StepOutcome:
         """Run one iteration over exactly these.
 
@@ -245,4 +253,33 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free the device; again: nothing. Later uses (tokenizer, validate) raise BackendError."""
+        ...
+
+
+Tell = Callable[[float], None]
+"""Hears how much of a load is done, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language:
+    """What of a model is known without its weights, so that it can be asked while it is not in memory.
+
+    It outlives the model's backends; any thread may use it.
+    """
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    capacity: Capacity  #: what the model will offer once it is loaded
+    validate: Callable[[GenerationOrder], None]  #: as `Backend.validate`
+
+
+class ModelSource(Protocol):
+    """Where a model comes from. Methods are called from one thread at a time, any."""
+
+    def describe(self) -> Language:
+        """Read everything but the weights, once; raise ModelError for what is no model."""
+        ...
+
+    def open(self, tell: Tell) -> Backend:
+        """Load the model, after `describe`; raise ModelError or BackendError."""
         ...

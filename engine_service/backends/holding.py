@@ -8,7 +8,7 @@ Rules: a request never stores more tokens than it reserved; a fault of one reque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,6 +167,17 @@ class RequestHolder:
         live = self._live.pop(request_id, None)
         if live is not None and live.holds_cells:
             self._retire(live, owner=None)
+
+    def hand_over(self) -> Mapping[RequestId, Generation]:
+        """Give away what is kept of preempted requests: tokens, sampler, grammar, text held back."""
+        handed = {r: live.generation for r, live in self._live.items() if not live.holds_cells}
+        for request_id in handed:
+            self.release(request_id)
+        return handed
+
+    def adopt(self, handed: Mapping[RequestId, Generation]) -> None:
+        """Take over preempted requests; they resume where they were, everything computed again."""
+        self._live |= {request_id: Live(generation) for request_id, generation in handed.items()}
 
     # -- an iteration ----------------------------------------------------------------------------------
 

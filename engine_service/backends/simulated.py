@@ -23,9 +23,11 @@ from engine_service.backends.base import (
     ChunkOrder,
     GenerationOrder,
     InvalidConstraint,
+    Language,
     ModelInfo,
     SequenceOutcome,
     StepOutcome,
+    Tell,
     Tokenizer,
 )
 from engine_service.backends.cost_model import CPU_SMOLLM2, CostModel
@@ -36,6 +38,8 @@ from engine_service.scheduling.model import Capacity, RequestId
 
 Advance = Callable[[float], float]
 
+_PAGE_TOKENS: Final = 32
+_LOAD_PARTS: Final = 20
 _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -258,7 +262,7 @@ class SimulatedBackend(SequenceHolder):
         cost_model: CostModel = CPU_SMOLLM2,
         context_tokens: int = 8192,
         max_sequences: int = 16,
-        page_tokens: int = 32,
+        page_tokens: int = _PAGE_TOKENS,
         micro_batch: int = 128,
         parking_bytes: int = 0,
         name: str = "simulated",
@@ -279,13 +283,7 @@ class SimulatedBackend(SequenceHolder):
         self._micro_batch = micro_batch
         self._slots = SlotStore(context_tokens)
         self._tokenizer = SimulatedTokenizer()
-        self._capacity = Capacity(
-            num_pages=context_tokens // page_tokens,
-            page_tokens=page_tokens,
-            max_sequences=max_sequences,
-            max_context_tokens=context_tokens,
-            can_abort=True,
-        )
+        self._capacity = _capacity_of(context_tokens, page_tokens, max_sequences)
         self._info = _describe(name, context_tokens)
         self._powers = _powers(context_tokens)
         self._step_fault: Exception | None = None
@@ -329,14 +327,10 @@ class SimulatedBackend(SequenceHolder):
 
     def validate(self, order: GenerationOrder) -> None:
         """Raise InvalidConstraint for any grammar: it has none (any thread)."""
-        self._matcher_for(order)
+        _refuse_grammar(order)
 
     def _matcher_for(self, order: GenerationOrder) -> Matcher | None:
-        if order.constraint is not None:
-            raise InvalidConstraint(
-                f"the simulated backend cannot force an output to match a {order.constraint.kind.value}; "
-                "use the llama_cpp backend, or leave the constraint out"
-            )
+        _refuse_grammar(order)
         return None
 
     def abort(self) -> None:
@@ -447,6 +441,55 @@ class SimulatedBackend(SequenceHolder):
         words[digest % len(words)] = 12.0
         scores[_END_ID] = 14.0 if (digest >> 32) % _END_ONE_IN == 0 else 4.0
         return scores
+
+
+class SimulatedSource:
+    """A simulated model that takes its time to load, as `base.ModelSource`."""
+
+    def __init__(
+        self, name: str, *, context_tokens: int = 8192, max_sequences: int = 16, load_s: float = 0.0
+    ) -> None:
+        """Load in load_s seconds."""
+        self._name = name
+        self._context_tokens, self._max_sequences = context_tokens, max_sequences
+        self._load_s = load_s
+
+    def describe(self) -> Language:
+        """Return what is known of it before it is loaded."""
+        return Language(
+            info=_describe(self._name, self._context_tokens),
+            tokenizer=SimulatedTokenizer(),
+            capacity=_capacity_of(self._context_tokens, _PAGE_TOKENS, self._max_sequences),
+            validate=_refuse_grammar,
+        )
+
+    def open(self, tell: Tell) -> SimulatedBackend:
+        """Wait as long as it takes, and return the backend."""
+        for part in range(_LOAD_PARTS):
+            tell(part / _LOAD_PARTS)
+            time.sleep(self._load_s / _LOAD_PARTS)
+        tell(1.0)
+        return SimulatedBackend(
+            context_tokens=self._context_tokens, max_sequences=self._max_sequences, name=self._name
+        )
+
+
+def _capacity_of(context_tokens: int, page_tokens: int, max_sequences: int) -> Capacity:
+    return Capacity(
+        num_pages=context_tokens // page_tokens,
+        page_tokens=page_tokens,
+        max_sequences=max_sequences,
+        max_context_tokens=context_tokens,
+        can_abort=True,
+    )
+
+
+def _refuse_grammar(order: GenerationOrder) -> None:
+    if order.constraint is not None:
+        raise InvalidConstraint(
+            f"the simulated backend cannot force an output to match a {order.constraint.kind.value}; "
+            "use the llama_cpp backend, or leave the constraint out"
+        )
 
 
 def _shares(parts: list[Part], num_rows: int) -> Iterator[tuple[Part, int]]:

@@ -38,6 +38,7 @@ from engine_service.scheduling.decisions import (
     Reject,
     Resume,
 )
+from engine_service.scheduling.estimator import CostEstimator
 from engine_service.scheduling.events import (
     Arrived,
     BackendLost,
@@ -53,7 +54,6 @@ from engine_service.scheduling.events import (
     ServingStopped,
     Ticked,
 )
-from engine_service.scheduling.estimator import CostEstimator
 from engine_service.scheduling.flows import Bill
 from engine_service.scheduling.model import (
     GUEST,
@@ -159,7 +159,7 @@ class Scheduler:
         for request_id, num_pages in event.pinned:
             state.pages.pin(request_id, num_pages=num_pages)
         state.estimators[state.serving] = state.estimator
-        state.estimator = state.estimators.pop(event.model_id, None) or CostEstimator()
+        state.estimator = state.estimators.pop(event.model_id, CostEstimator())
         state.serving = event.model_id
         if not event.pinned:
             for record in state.records.values():

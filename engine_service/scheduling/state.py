@@ -132,9 +132,7 @@ class State:
 
     # ---- flows
 
-    def flow(
-        self, class_id: WorkloadClass, resident_id: ResidentId, model_id: ModelId = THE_MODEL
-    ) -> Flow:
+    def flow(self, class_id: WorkloadClass, resident_id: ResidentId, model_id: ModelId = THE_MODEL) -> Flow:
         """Return the flow of a class, resident and model, opening it if needed."""
         flow = self.flows.get((class_id, resident_id, model_id))
         if flow is None:

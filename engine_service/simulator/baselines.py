@@ -187,7 +187,7 @@ class PureVtc(Baseline):
             if not self._room_for(record):
                 return
             self._take_in(record, record.most_tokens, decisions, now=now)
-            following = [r for (_, resident), r in state.heads() if resident == record.resident_id]
+            following = [r for (_, resident, _), r in state.heads() if resident == record.resident_id]
             if following:
                 oldest[record.resident_id] = min(following, key=lambda r: (r.arrived_at, r.request_id))
             else:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine_service.scheduling.decisions import (
     AbortIteration,
@@ -32,10 +33,13 @@ from engine_service.scheduling.events import (
     IterationDone,
     ResidentsChanged,
     SequenceResult,
+    ServingStopped,
 )
 from engine_service.scheduling.invariants import check
 from engine_service.scheduling.model import (
+    THE_MODEL,
     Capacity,
+    ModelId,
     Policy,
     Request,
     RequestId,
@@ -82,6 +86,7 @@ class Household:
     cost: Callable[[int, int], float] = linear_cost
     make: Callable[[Policy], Scheduler] = Scheduler
     now: float = 100.0
+    serving: ModelId = THE_MODEL
     flying: Compose | None = None
     flying_until: float = 0.0
     flying_since: float = 0.0
@@ -97,7 +102,7 @@ class Household:
         self.scheduler = self.make(self.policy)
         self._count = 0
         self.tell(ResidentsChanged(residents=self.residents))
-        self.tell(CapacityChanged(capacity=self.capacity))
+        self.tell(CapacityChanged(capacity=self.capacity, model_id=self.serving))
 
     # ---- events
 
@@ -121,6 +126,7 @@ class Household:
         shared: int = 0,
         keep_prefix: bool = False,
         program: str | None = None,
+        model: str = THE_MODEL,
     ) -> RequestId:
         """Let a request arrive now; output is how long its answer will really be."""
         self._count += 1
@@ -134,6 +140,7 @@ class Household:
             keep_prefix=keep_prefix,
             program_id=program,
             paid_by_system=keep_prefix,
+            model_id=ModelId(model),
         )
         self.sequences[request.request_id] = Sequence(request=request, output_length=output)
         self.tell(Arrived(request=request))
@@ -151,7 +158,17 @@ class Household:
             sequence.request = dataclasses.replace(sequence.request, shared_prefix_tokens=0)
         self.tell(BackendLost())
         if back:
-            self.tell(CapacityChanged(capacity=self.capacity))
+            self.tell(CapacityChanged(capacity=self.capacity, model_id=self.serving))
+
+    def leave(self, puts_back_from: int | None = None) -> None:
+        """Admit nobody any more, and put back who is no more urgent than that."""
+        self.tell(ServingStopped(puts_back_from=puts_back_from))
+
+    def enter(self, model: str, **more: Any) -> None:
+        """Let that model serve, when nobody runs."""
+        assert self.flying is None
+        self.serving = ModelId(model)
+        self.tell(CapacityChanged(capacity=self.capacity, model_id=self.serving, **more))
 
     def restart(self, *, elapsed_s: float = 0.0) -> None:
         """Let the scheduler's process end and come back from its snapshot; the device lost everything.
@@ -168,7 +185,7 @@ class Household:
         self.scheduler.restore(saved, now=self.now, elapsed_s=elapsed_s)
         check(self.scheduler)
         self.tell(ResidentsChanged(residents=self.residents))
-        self.tell(CapacityChanged(capacity=self.capacity))
+        self.tell(CapacityChanged(capacity=self.capacity, model_id=self.serving))
 
     # ---- time
 

@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine_service.scheduling.decisions import Compose
 from engine_service.scheduling.events import (
-    CapacityChanged,
     DayStarted,
     PolicyChanged,
     ResidentsChanged,
@@ -68,11 +67,31 @@ class HouseholdMachine(RuleBasedStateMachine):
         output=st.integers(1, 120),
         slack=st.integers(0, 80),
         program=st.sampled_from([None, "run1", "run2"]),
+        model=st.sampled_from(["", "", "other"]),
     )
     def arrive(
-        self, name: str, class_id: WorkloadClass, prompt: int, output: int, slack: int, program: str | None
+        self,
+        name: str,
+        class_id: WorkloadClass,
+        prompt: int,
+        output: int,
+        slack: int,
+        program: str | None,
+        model: str,
     ) -> None:
-        self.home.ask(name, class_id, prompt, output, max_tokens=output + slack, program=program)
+        self.home.ask(name, class_id, prompt, output, max_tokens=output + slack, program=program, model=model)
+
+    @rule(puts_back_from=st.sampled_from([None, 1, 0]), model=st.sampled_from(["", "other"]))
+    def change_model(self, puts_back_from: int | None, model: str) -> None:
+        """Leave the model that serves, let it drain, and enter one."""
+        self.home.leave(puts_back_from)
+        if puts_back_from == 0 and self.home.flying is not None:
+            self.home.step()
+            assert not self.home.scheduler.state.holding, "everybody is put back"
+        self.home.run_dry()
+        self.home.enter(model, switch_s=0.5)
+        holding = self.home.scheduler.state.holding.values()
+        assert {record.model_id for record in holding} <= {model}
 
     @rule(prompt=st.integers(1, 150))
     def pin(self, prompt: int) -> None:
@@ -155,7 +174,7 @@ class HouseholdMachine(RuleBasedStateMachine):
         # Only while none is under way: an iteration may not lose its pages half-way.
         if self.home.flying is None:
             self.home.capacity = dataclasses.replace(CAPACITY, num_pages=num_pages)
-            self.home.tell(CapacityChanged(capacity=self.home.capacity))
+            self.home.enter(self.home.serving)
 
     @rule(keep=st.integers(1, 4))
     def change_residents(self, keep: int) -> None:
@@ -190,7 +209,9 @@ class HouseholdMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.pause(())
-        self.home.run_dry()
+        for model in ("", "other"):
+            self.change_model(None, model)
+            self.home.run_dry()
         for request_id, sequence in self.home.sequences.items():
             if request_id not in self.cancelled and request_id not in self.home.rejected:
                 assert sequence.finished_at is not None, f"{request_id} never finished"

@@ -295,9 +295,7 @@ POLICIES = st.fixed_dictionaries(
 def test_everybody_who_can_be_served_is_and_memory_holds(
     asked: list[Asked], policy: dict[str, int], pinned: str, lenient: bool
 ) -> None:
-    assume(
-        lenient or pinned != "b" or policy["max_loaded"] > 1
-    )  # else the settings are refused
+    assume(lenient or pinned != "b" or policy["max_loaded"] > 1)  # else the settings are refused
     home = world("abc", pinned=pinned, releases_pinned=lenient, **policy)
     work = sum(a.work for a in asked)
     run(home, asked, seconds=150 + 20 * len(asked) + 3 * work + 100)

@@ -20,7 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_service.backends.base import ModelError
+from engine_service.backends.base import GenerationOrder, Language, ModelError, ModelInfo, Tell
+from engine_service.backends.grammar import GrammarCompiler
+from engine_service.scheduling.model import Capacity
 
 if TYPE_CHECKING:
     from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
@@ -37,6 +39,7 @@ _CACHE_CLASSES: Final = {
 }
 _PACKAGES: Final = ("torch", "exllamav2", "tokenizers", "safetensors", "numpy", "rich", "PIL")
 _OVERHEAD_BYTES: Final = 768 * 2**20  # context, kernels, buffers: an estimate; loading itself decides
+_PAGE_TOKENS: Final = 256  # of ExLlamaV2's paged cache
 _GIB: Final = 2**30
 
 
@@ -101,6 +104,93 @@ def open_backend(
         f"{capacity.max_sequences} requests at once"
     )
     return backend
+
+
+class ExLlamaV2Source:
+    """A model folder and how to load it, as `base.ModelSource`."""
+
+    def __init__(
+        self,
+        model_path: Path | None,
+        *,
+        options: Options,
+        cache_dir: Path,
+        context_tokens: int,
+        max_sequences: int,
+        threads: int | None,
+        progress: Progress,
+        name: str | None = None,
+    ) -> None:
+        """Open nothing yet; the arguments are those of `open_backend`, name is what the API lists."""
+        self._path = model_path
+        self._options = options
+        self._cache_dir = cache_dir
+        self._context_tokens, self._max_sequences = context_tokens, max_sequences
+        self._threads = threads
+        self._progress = progress
+        self._name = name
+
+    def describe(self) -> Language:
+        """Read the folder's tokenizer and configuration; raise ModelError for what is no model."""
+        _check(self._options, self._context_tokens)
+        _check_packages()
+        from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
+
+        directory = self._directory()
+        texts = DirectoryTokenizer(directory)
+        config = json.loads((directory / "config.json").read_text("utf-8"))
+        num_pages = self._context_tokens // _PAGE_TOKENS
+        # As the backend does: each request that drafts may need one page more.
+        num_pages -= self._max_sequences if self._options.draft_tokens else 0
+        capacity = Capacity(
+            num_pages=num_pages,
+            page_tokens=_PAGE_TOKENS,
+            max_sequences=self._max_sequences,
+            max_context_tokens=min(
+                num_pages * _PAGE_TOKENS, config.get("max_position_embeddings") or self._context_tokens
+            ),
+            can_abort=True,
+            mixes_prefill_and_decode=False,
+        )
+        grammars = GrammarCompiler(texts.vocab_size, texts.grammar_tokenizer)
+
+        def validate(order: GenerationOrder) -> None:
+            if order.constraint is not None:
+                grammars.compile(order.constraint)
+
+        info = ModelInfo(
+            name=self._name or directory.name,
+            architecture=texts.architecture,
+            max_context_tokens=capacity.max_context_tokens,
+            vocab_size=texts.vocab_size,
+            chat_template=texts.chat_template,
+            bos_text=texts.bos_text,
+            eos_text=texts.eos_text,
+            backend="exllamav2",
+        )
+        return Language(info=info, tokenizer=texts, capacity=capacity, validate=validate)
+
+    def _directory(self) -> Path:
+        if self._options.device != "cpu-reference":
+            return _check_directory(self._path)
+        from engine_service.backends.exllamav2.cpu_reference import model_directory
+        from engine_service.backends.exllamav2.gguf import GgufFile
+        from engine_service.backends.llama_cpp.provision import default_model_path
+
+        return model_directory(GgufFile(self._path or default_model_path()), self._cache_dir)
+
+    def open(self, tell: Tell) -> ExLlamaV2Backend:
+        """Load the model; the library does not say how far it is."""
+        tell(0.0)
+        return open_backend(
+            self._path,
+            options=self._options,
+            cache_dir=self._cache_dir,
+            context_tokens=self._context_tokens,
+            max_sequences=self._max_sequences,
+            threads=self._threads,
+            progress=self._progress,
+        )
 
 
 def load(

