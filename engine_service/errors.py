@@ -163,6 +163,13 @@ class EngineStopping(EngineError):
     http_status = 503
 
 
+class ModelUnavailable(EngineError):
+    """The named model is set up here and cannot be loaded (for now)."""
+
+    code = "model_unavailable"
+    http_status = 503
+
+
 class NotSupported(EngineError):
     """The model or backend loaded here cannot do this; another one might."""
 

@@ -4,7 +4,8 @@ Decides nothing: every choice comes out of `Scheduler.handle`. The scheduler is 
 that an arrival can be noted, and a prefill under way aborted, while the thread is inside the backend. All
 calls of the backend come from the thread, except `abort`. A backend that is lost, or that hangs, is
 replaced by a new one; a thread that hangs inside of a backend cannot be ended, so it is left to itself and
-another takes over.
+another takes over. Where there are several models, one backend serves at a time and is exchanged between
+iterations (docs/models.md).
 
     event loop                         engine thread
     submit -> Arrived  ---(lock)--->   orders queue: Admit, Preempt, ..., Compose
@@ -35,6 +36,7 @@ from engine_service.backends.base import (
     Constraint,
     GenerationOrder,
     InvalidConstraint,
+    Language,
     ModelInfo,
     SequenceOutcome,
     StepOutcome,
@@ -47,6 +49,7 @@ from engine_service.engine.eventlog import EventLog
 from engine_service.engine.ledger import Ledger
 from engine_service.engine.metrics import Observer, Snapshot, Timers
 from engine_service.engine.outcomes import Asked, Misreported, judged
+from engine_service.engine.residence import Models, ModelStatus
 from engine_service.engine.sessions import Accepted, Delta, Finished, Order, Session, SessionEvent, Timings
 from engine_service.engine.tokenizing import CurrentTokenizer, being_loaded
 from engine_service.engine.watchdog import Alarm, Watchdog
@@ -55,10 +58,12 @@ from engine_service.errors import (
     EngineStopping,
     GenerationFailed,
     InvalidRequest,
+    ModelUnavailable,
     PromptTooLong,
     QueueFull,
     QuotaExhausted,
     TooManyRequests,
+    UnknownModel,
     UnknownResident,
 )
 from engine_service.scheduling.decisions import (
@@ -86,12 +91,15 @@ from engine_service.scheduling.events import (
     PrefixDropped,
     ResidentsChanged,
     SequenceResult,
+    ServingStopped,
     Ticked,
 )
 from engine_service.scheduling.model import (
     GUEST,
     HOUSE,
+    THE_MODEL,
     Capacity,
+    ModelId,
     Policy,
     RejectReason,
     Request,
@@ -101,6 +109,7 @@ from engine_service.scheduling.model import (
     WorkloadClass,
     pages_for,
 )
+from engine_service.scheduling.residency import Enter, Exit, Leave, Load, Residence, Unload
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.scheduling.snapshot import SnapshotError
 from engine_service.scheduling.targets import TARGETS
@@ -150,6 +159,7 @@ class _Pinned:
     """A prefix kept for everybody."""
 
     request_id: RequestId
+    model_id: ModelId
     prompt_ids: tuple[int, ...]
     used_at: float
 
@@ -161,12 +171,16 @@ class _Batch:
     events: list[tuple[Session, SessionEvent | EngineError]] = field(default_factory=list)
 
 
+_Exchange = Enter | Exit | Unload
+"""What is done to models between iterations, by the engine's thread."""
+
+
 class _Superseded(Exception):
     """Another thread took over while this one hung inside of a backend."""
 
 
 class Engine:
-    """Serves a household with one backend."""
+    """Serves a household with one backend at a time."""
 
     def __init__(
         self,
@@ -185,17 +199,20 @@ class Engine:
         policy_name: str = "fairhearth",
         patience_s: float = 120.0,
         wall_clock: Callable[[], float] = time.time,
+        models: Models | None = None,
     ) -> None:
         """Take over a loaded backend; nothing runs before `start`.
 
-        rebuild makes a new backend after the old one was lost; without it the engine stops serving. An
+        rebuild makes a new backend after the old one was lost; without it the engine stops serving. Where
+        there are several models, the backend is that of the first, and models makes the new ones. An
         iteration that lasts longer than patience_s is stopped; one that cannot be stopped means that the
         backend is lost.
         """
         self._backend = backend
         self._policy = policy or Policy()
         self._scheduler = scheduler or Scheduler(self._policy)
-        self._rebuild = rebuild
+        self._models = models
+        self._rebuild = rebuild if models is None else self._reopen
         self._clock = clock
         self._zone = zone
         self._wall_clock = wall_clock
@@ -208,7 +225,7 @@ class Engine:
         self._names: dict[ResidentId, str] = {**_FIXED_NAMES, **(names or {})}
         self._initial_residents = tuple(residents)
         self._wakeup = threading.Condition(threading.Lock())
-        self._orders: deque[Decision] = deque()
+        self._orders: deque[Decision | _Exchange] = deque()
         self._live: dict[RequestId, _Live] = {}
         self._pinned: dict[RequestId, _Pinned] = {}
         self._ids = itertools.count(1)
@@ -244,7 +261,10 @@ class Engine:
         with self._wakeup:
             self._tell(PolicyChanged(policy=self._scheduler.state.policy))
             self._tell(ResidentsChanged(residents=self._initial_residents))
-            self._tell(CapacityChanged(capacity=self._backend.capacity))
+            first = THE_MODEL if self._models is None else self._models.first
+            self._tell(CapacityChanged(capacity=self._backend.capacity, model_id=first))
+            if self._models is not None:
+                self._models.entered(first, now=self._clock())
             self._take_over_ledger()
         self._thread = self._new_thread()
         self._thread.start()
@@ -303,7 +323,10 @@ class Engine:
         if thread is not None and thread.is_alive():
             _LOGGER.warning("The backend does not come to an end; its memory is freed with the process")
             return
-        self._backend.close()
+        if self._models is not None:
+            await asyncio.to_thread(self._models.join, _JOIN_S)
+        for backend in self._backends:
+            backend.close()
 
     async def _close_books(self) -> None:
         """Let what was served be kept for the last time; close ledger and event log."""
@@ -325,8 +348,59 @@ class Engine:
 
     @property
     def info(self) -> ModelInfo:
-        """The model that is loaded."""
-        return self._backend.info
+        """The model that answers who names none."""
+        return self.language(self.default_model).info
+
+    @property
+    def default_model(self) -> ModelId:
+        """The model that answers who names none."""
+        return THE_MODEL if self._models is None else self._models.first
+
+    def model_named(self, name: str | None) -> ModelId:
+        """Return the model of that name (None, empty: the first); raise UnknownModel that names all."""
+        if not name or name == self.info.name:
+            return self.default_model
+        if self._models is None:
+            raise UnknownModel(f"the model {name!r} is not served here; {self.info.name!r} is", param="model")
+        if name not in self._models.names:
+            known = ", ".join(map(repr, self._models.names))
+            raise UnknownModel(f"the model {name!r} is not served here; these are: {known}", param="model")
+        return ModelId(name)
+
+    def language(self, model_id: ModelId) -> Language:
+        """Return what a model says without its weights; raise ModelUnavailable."""
+        if self._models is not None:
+            return self._models.language(model_id or self._models.first)
+        backend = self._backend
+        return Language(
+            info=backend.info,
+            tokenizer=self._tokenizer,
+            capacity=backend.capacity,
+            validate=lambda order: self._backend.validate(order),
+        )
+
+    def models(self) -> list[ModelStatus]:
+        """Return where every model is."""
+        with self._wakeup:
+            state = self._scheduler.state
+            if self._models is not None:
+                return self._models.statuses(state)
+            return [
+                ModelStatus(
+                    model_id=THE_MODEL,
+                    info=self._backend.info,
+                    place=Residence.LOADING if self._is_rebuilding else Residence.LOADED,
+                    is_pinned=True,
+                    progress=None,
+                    num_waiting=state.total_waiting,
+                    trouble=self._failure,
+                )
+            ]
+
+    @property
+    def _backends(self) -> list[Backend]:
+        """The backends of all models in memory."""
+        return [self._backend] if self._models is None else self._models.backends()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -408,11 +482,13 @@ class Engine:
     async def submit(self, order: Order) -> Session:
         """Take an order; its session starts with Accepted. Raises EngineError where it is refused."""
         if order.constraint is not None:
-            await self.prepare_constraint(order.constraint)
+            await self.prepare_constraint(order.constraint, order.model_id)
         if self._is_stopping:
             raise EngineStopping("the engine is shutting down", retry_after_s=10)
         if self._failure is not None:
             raise EngineStopping(f"the engine stopped serving: {self._failure}", retry_after_s=30)
+        if self._models is not None:
+            self._models.check(order.model_id or self._models.first, now=self._clock())
         generation, request = self._prepare(order)
         session = Session(request.request_id, cancel=self._cancel)
         now = self._clock()
@@ -434,12 +510,13 @@ class Engine:
             if refused is not None:
                 del self._live[request.request_id]
                 raise self._refusal(refused, request)
+            self._see_models()
             self._wakeup.notify()
         session.push(Accepted(request_id=request.request_id, num_ahead=num_ahead))
         self._bump()
         return session
 
-    async def prepare_constraint(self, constraint: Constraint) -> None:
+    async def prepare_constraint(self, constraint: Constraint, model_id: ModelId = THE_MODEL) -> None:
         """Compile a grammar off the event loop (a large one takes a second); backends keep it.
 
         Raises InvalidRequest for one that cannot be compiled.
@@ -448,21 +525,28 @@ class Engine:
             request_id=RequestId("probe"), prompt_ids=(0,), max_tokens=1, constraint=constraint
         )
         try:
-            await asyncio.to_thread(self._backend.validate, probe)
+            await asyncio.to_thread(self.language(model_id).validate, probe)
         except InvalidConstraint as err:
             raise InvalidRequest(str(err), param="response_format") from err
         except BackendError as err:
             raise being_loaded() from err
 
-    async def pin_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
-        """Compute and keep a prompt's beginning; return (its tokens, tokens computed for it now)."""
+    async def pin_prefix(self, prompt_ids: tuple[int, ...], model_id: ModelId = THE_MODEL) -> tuple[int, int]:
+        """Compute and keep a prompt's beginning; return (its tokens, tokens computed for it now).
+
+        (0, 0) for a model that is not in memory: it is not loaded to be told a prefix.
+        """
+        model_id = model_id or self.default_model
+        if self._models is not None and self._models.backend(model_id) is None:
+            return 0, 0
         # Not asked of the backend: one that shares whole pages does not count the last, partly filled one.
-        known = [p for p in self._pinned.values() if p.prompt_ids[: len(prompt_ids)] == prompt_ids]
+        pins = [pin for pin in self._pinned.values() if pin.model_id == model_id]
+        known = [p for p in pins if p.prompt_ids[: len(prompt_ids)] == prompt_ids]
         for pinned in known:
             pinned.used_at = self._clock()
         if known:
             return len(prompt_ids), 0
-        self._make_room_for_prefix(len(prompt_ids))
+        self._make_room_for_prefix(len(prompt_ids), model_id)
         session = await self.submit(
             Order(
                 resident_id=HOUSE,
@@ -470,13 +554,21 @@ class Engine:
                 prompt_ids=prompt_ids,
                 max_tokens=0,
                 keep_prefix=True,
+                model_id=model_id,
             )
         )
         async for event in session.events():
             if isinstance(event, Finished):
-                self._pinned[session.request_id] = _Pinned(session.request_id, prompt_ids, self._clock())
+                self._note_pinned(_Pinned(session.request_id, model_id, prompt_ids, used_at=self._clock()))
                 return len(prompt_ids), event.timings.prefill_tokens
         raise GenerationFailed("the prompt's beginning could not be computed")
+
+    def _note_pinned(self, pin: _Pinned) -> None:
+        """Remember a prefix, unless its model was unloaded since."""
+        with self._wakeup:
+            is_here = pin.request_id in dict(self._scheduler.state.pages.pinned)
+            if is_here or (self._models is not None and self._models.keeps(pin.model_id, pin.request_id)):
+                self._pinned[pin.request_id] = pin
 
     # ---- submitting
 
@@ -487,12 +579,13 @@ class Engine:
         for param, texts in (("stop", order.stop), ("banned_strings", order.banned)):
             if "" in texts:
                 raise InvalidRequest(f"{param} must not hold an empty text", param=param)
+        model_id = order.model_id or self.default_model
         prompt_ids, healed = self._healed(order)
         length = len(prompt_ids)
         # A kept prefix pays for all of its pages, so that prefixes can be dropped independently.
         # An embedding needs every token computed.
         is_prompt_only = order.keep_prefix or order.wants_embedding
-        shared = 0 if is_prompt_only else self._shared_tokens(prompt_ids)
+        shared = 0 if is_prompt_only else self._shared_tokens(prompt_ids, model_id)
         max_tokens = 0 if is_prompt_only else self._clipped(order, length, shared)
         generation = GenerationOrder(
             request_id=request_id,
@@ -517,12 +610,14 @@ class Engine:
             program_id=order.program_id,
             keep_prefix=order.keep_prefix,
             paid_by_system=order.keep_prefix,
+            model_id=model_id,
         )
         return generation, request
 
-    def _shared_tokens(self, prompt_ids: Sequence[int]) -> int:
-        """Return how many leading tokens a pinned prefix holds; a backend that is lost holds none."""
-        return 0 if self._is_rebuilding else self._backend.shared_prefix_tokens(prompt_ids)
+    def _shared_tokens(self, prompt_ids: Sequence[int], model_id: ModelId) -> int:
+        """Return how many leading tokens a pinned prefix holds; a backend that is lost or absent has none."""
+        backend = self._backend if self._models is None else self._models.backend(model_id)
+        return 0 if self._is_rebuilding or backend is None else backend.shared_prefix_tokens(prompt_ids)
 
     def _healed(self, order: Order) -> tuple[tuple[int, ...], str]:
         """Return the prompt without the token that is to be chosen anew, and what that token shows.
@@ -535,13 +630,16 @@ class Engine:
             return prompt_ids, ""
         if order.constraint is not None:
             raise InvalidRequest("token healing and a grammar exclude each other", param="token_healing")
-        text = self.tokenizer.decode(prompt_ids[-1:])
+        text = self.language(order.model_id).tokenizer.decode(prompt_ids[-1:])
         return (prompt_ids[:-1], text) if text and "\ufffd" not in text else (prompt_ids, "")
 
     def _clipped(self, order: Order, length: int, shared: int) -> int:
         """Return the output tokens to allow: what was asked, cut to what fits and the class may have."""
+        model_id = order.model_id or self.default_model
         with self._wakeup:
-            most = self._scheduler.most_tokens(order.class_id, shared=shared)
+            serves = model_id == self._scheduler.state.serving
+            elsewhere = None if serves else self.language(model_id).capacity
+            most = self._scheduler.most_tokens(order.class_id, shared=shared, elsewhere=elsewhere)
             most_output = self._scheduler.state.policy.classes[order.class_id].max_output_tokens
         room = most - length
         if room < 1:
@@ -604,6 +702,7 @@ class Engine:
             live = self._live.pop(request_id, None)
             if live is not None and live.first_token_at is None:
                 self._note_given_up(live)
+            self._see_models()
             self._wakeup.notify()
 
     def _note_given_up(self, live: _Live) -> None:
@@ -612,14 +711,17 @@ class Engine:
         if target is not None and now - live.arrived_at > target.first_token_s:
             self._judge(live, is_met=False, now=now)
 
-    def _make_room_for_prefix(self, num_tokens: int) -> None:
-        """Drop the least recently used prefixes until a new one fits its allowance."""
+    def _make_room_for_prefix(self, num_tokens: int, model_id: ModelId) -> None:
+        """Drop the least recently used prefixes of the serving model until a new one fits its allowance."""
         with self._wakeup:
             state = self._scheduler.state
+            if model_id != state.serving:
+                return
+            pins = [pin for pin in self._pinned.values() if pin.model_id == model_id]
             page_tokens = state.known_capacity.page_tokens
             need = pages_for(num_tokens, page_tokens)
             is_shared = any(record.shared for record in state.holding.values())
-            for pinned in sorted(self._pinned.values(), key=lambda p: p.used_at):
+            for pinned in sorted(pins, key=lambda p: p.used_at):
                 # Cells that a running request shares stay in use after the drop: wait for a quieter time.
                 if is_shared or state.pages.num_pinned + need <= state.prefix_allowance():
                     break
@@ -683,7 +785,7 @@ class Engine:
             _LOGGER.warning("The backend that hung has come back; it is closed")
             self._close(self._hanging.pop(threading.current_thread()))
 
-    def _next_orders(self) -> list[Decision]:
+    def _next_orders(self) -> list[Decision | _Exchange]:
         """Wait for orders; return none when the engine stops."""
         with self._wakeup:
             self._check_current()
@@ -696,7 +798,7 @@ class Engine:
             self._is_in_backend = bool(orders)
             return orders
 
-    def _take_turn(self, orders: Sequence[Decision]) -> None:
+    def _take_turn(self, orders: Sequence[Decision | _Exchange]) -> None:
         try:
             self._carry_out_all(orders)
         except _Superseded:
@@ -714,7 +816,7 @@ class Engine:
         if threading.current_thread() is not self._thread:
             raise _Superseded
 
-    def _carry_out_all(self, orders: Sequence[Decision]) -> None:
+    def _carry_out_all(self, orders: Sequence[Decision | _Exchange]) -> None:
         failed: dict[RequestId, Exception] = {}
         for order in orders:
             self._check_current()
@@ -733,12 +835,26 @@ class Engine:
                         _LOGGER.exception("Request %s failed", order.request_id)
                         failed[order.request_id] = err
                 case Cancel():
-                    self._backend.release(order.request_id)
-                    self._backend.drop_prefix(order.request_id)
+                    self._forget(order.request_id)
+                case Enter():
+                    self._enter(order.model_id)
+                case Exit():
+                    self._exit()
+                case Unload():
+                    self._unload(order.model_id)
                 case Pause() | Resume() | Reject() | AbortIteration():
                     continue
                 case _:
                     assert_never(order)
+
+    def _forget(self, request_id: RequestId) -> None:
+        """Drop a request wherever it is kept: one that was put back may be of a model that does not serve."""
+        for backend in self._backends:
+            backend.release(request_id)
+            backend.drop_prefix(request_id)
+        if self._models is not None:
+            with self._wakeup:
+                self._models.forget(request_id)
 
     def _carry_out(self, order: Admit | Grow | Preempt) -> None:
         live = self._live.get(order.request_id)
@@ -882,6 +998,7 @@ class Engine:
             self._observer.iteration_done(self._scheduler, seconds=outcome.seconds, now=now)
             snapshot = self._to_be_kept()
             self._last_iteration_at = now
+            self._see_models()
         # A slow reader is cut by its own session; this bounds what lies between thread and event loop.
         is_paced = self._undelivered.acquire(timeout=_TICK_S)
         self._hand_over(batch, snapshot, is_paced=is_paced)
@@ -984,7 +1101,8 @@ class Engine:
             self._is_in_backend = False
             if self._rebuild is None:
                 self._failure = str(err)
-            for live in list(self._live.values()):
+            lost = [x for x in self._live.values() if x.request.model_id == self._scheduler.state.serving]
+            for live in lost:
                 if live.decode_tokens or self._rebuild is None:
                     fault = GenerationFailed("the engine lost this answer half-way; please ask again")
                     batch.events.append((live.session, fault))
@@ -993,8 +1111,8 @@ class Engine:
                     live.is_on_backend = live.was_preempted = False
                     live.cached_tokens, live.stored = None, 0
             self._tell(BackendLost())
-            self._orders.clear()
-            self._pinned.clear()
+            self._drop_orders()
+            self._drop_pins(self._scheduler.state.serving)
         self._hand_over(batch)
         if self._rebuild is None:
             self._fail(str(err))
@@ -1011,9 +1129,22 @@ class Engine:
         with self._wakeup:
             self._backend = backend
             self._is_rebuilding = False
-            self._orders.clear()
-            self._tell(CapacityChanged(capacity=backend.capacity))
+            self._drop_orders()
+            serving = self._scheduler.state.serving
+            self._tell(CapacityChanged(capacity=backend.capacity, model_id=serving))
+            if self._models is not None:
+                self._models.entered(serving, now=self._clock())
+                self._see_models()
             self._last_iteration_at = self._clock()
+
+    def _drop_orders(self) -> None:
+        """Forget what was ordered of a lost backend, but not what concerns other models (lock held)."""
+        kept = [order for order in self._orders if self._models is not None and isinstance(order, Cancel)]
+        self._orders = deque(kept)
+
+    def _drop_pins(self, model_id: ModelId) -> None:
+        """Forget the prefixes of a backend that is no more (lock held)."""
+        self._pinned = {r: pin for r, pin in self._pinned.items() if pin.model_id != model_id}
 
     def _drop(self, live: _Live) -> None:
         """Forget a request that ends with its backend (lock held)."""
@@ -1049,6 +1180,116 @@ class Engine:
             self._thread = self._new_thread(BackendError("it did not come back from an iteration"))
             self._thread.start()
 
+    # ---- several models
+
+    def _see_models(self) -> None:
+        """Do what is to be done about models, or have it done between iterations (lock held)."""
+        models = self._models
+        if models is None or self._is_stopped or self._is_rebuilding or self._failure is not None:
+            return
+        while (step := models.plan(self._scheduler.state, now=self._clock())) is not None:
+            match step:
+                case Load():
+                    models.begin_loading(step.model_id, loaded=self._model_loaded, failed=self._model_failed)
+                case Leave():
+                    self._tell(ServingStopped(puts_back_from=step.puts_back_from))
+                case Enter() | Exit() | Unload():
+                    self._orders.append(step)
+                case _:
+                    assert_never(step)
+            self._wakeup.notify()
+
+    def _model_loaded(self, model_id: ModelId, backend: Backend) -> None:
+        """Take over a model that was loaded beside another (the loader's thread)."""
+        if self._models is None:
+            raise RuntimeError("there is one model only")
+        with self._wakeup:
+            is_late = self._is_stopped
+            if not is_late:
+                self._models.loaded(model_id, backend)
+                self._see_models()
+        if is_late:
+            self._close(backend)
+        self._hand_over(_Batch())
+
+    def _model_failed(self, model_id: ModelId, error: Exception) -> None:
+        """Tell whoever waits for a model that could not be loaded; the others go on (the loader's thread)."""
+        if self._models is None:
+            raise RuntimeError("there is one model only")
+        batch = _Batch()
+        with self._wakeup:
+            now = self._clock()
+            self._models.failed(model_id, error, now=now)
+            told = ModelUnavailable(
+                f"the model {model_id!r} could not be loaded: {error}",
+                retry_after_s=self._models.policy.retry_s,
+            )
+            for live in [x for x in self._live.values() if x.request.model_id == model_id]:
+                batch.events.append((live.session, told))
+                self._drop(live)
+            self._see_models()
+        self._hand_over(batch)
+
+    def _enter(self, model_id: ModelId) -> None:
+        """Let another model serve (the engine's thread, between iterations)."""
+        models = self._models
+        backend = None if models is None else models.backend(model_id)
+        if models is None or backend is None:
+            raise RuntimeError(f"the model {model_id} is not in memory")
+        with self._wakeup:
+            handed = models.take_handed(model_id)
+        backend.adopt(handed)
+        with self._wakeup:
+            self._check_current()
+            state, now = self._scheduler.state, self._clock()
+            pinned = state.pages.pinned
+            if model_id != state.serving:
+                models.put_aside(state.serving, pinned)
+                pinned = models.take_pins(model_id)
+            self._backend = backend
+            switch_s = models.entered(model_id, now=now)
+            self._tell(
+                CapacityChanged(
+                    capacity=backend.capacity, model_id=model_id, pinned=pinned, switch_s=switch_s
+                )
+            )
+            self._last_iteration_at = self._busy_since = now
+            self._see_models()
+        self._hand_over(_Batch())
+
+    def _exit(self) -> None:
+        """Let no model serve until the next one is loaded (the engine's thread)."""
+        if self._models is not None:
+            with self._wakeup:
+                self._models.exited()
+                self._see_models()
+
+    def _unload(self, model_id: ModelId) -> None:
+        """Free a model's memory; what its answers need to go on later is kept (the engine's thread)."""
+        models = self._models
+        backend = None if models is None else models.backend(model_id)
+        if models is None or backend is None:
+            raise RuntimeError(f"the model {model_id} is not in memory")
+        handed = backend.hand_over()
+        with self._wakeup:
+            self._check_current()
+            models.unloading(model_id, handed)
+            if model_id == self._scheduler.state.serving:
+                for request_id, _ in self._scheduler.state.pages.pinned:
+                    self._tell(PrefixDropped(request_id=request_id))
+            self._drop_pins(model_id)
+        self._close(backend)
+        with self._wakeup:
+            models.unloaded(model_id)
+            self._see_models()
+        self._hand_over(_Batch())
+
+    def _reopen(self) -> Backend:
+        """Load the model that serves again (the engine's thread)."""
+        if self._models is None:
+            raise RuntimeError("there is one model only")
+        return self._models.reopen(self._scheduler.state.serving)
+
     # ---- back in the event loop
 
     def _hand_over(self, batch: _Batch, snapshot: Any = None, *, is_paced: bool = False) -> None:
@@ -1080,6 +1321,7 @@ class Engine:
                     self._tell(Ticked())
                     self._wakeup.notify()
                     self._bump()  # whoever waits has waited longer
+                self._see_models()
                 if self._courier is not None and self._num_given_up() != self._kept_given_up:
                     self._courier.leave(self._to_be_kept(), None)  # no iteration has come since
 

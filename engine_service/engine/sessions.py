@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine_service.backends.base import Constraint, FinishReason, Sampling, TokenLogprob
 from engine_service.errors import EngineError
-from engine_service.scheduling.model import RequestId, ResidentId, WorkloadClass
+from engine_service.scheduling.model import THE_MODEL, ModelId, RequestId, ResidentId, WorkloadClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class Order:
     keep_prefix: bool = False
     wants_embedding: bool = False  #: of the prompt, instead of an answer
     ignore_eos: bool = False
+    model_id: ModelId = THE_MODEL  #: the model that is to answer; THE_MODEL: the engine's first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
