@@ -447,10 +447,17 @@ class SimulatedSource:
     """A simulated model that takes its time to load, as `base.ModelSource`."""
 
     def __init__(
-        self, name: str, *, context_tokens: int = 8192, max_sequences: int = 16, load_s: float = 0.0
+        self,
+        name: str,
+        *,
+        context_tokens: int = 8192,
+        max_sequences: int = 16,
+        load_s: float = 0.0,
+        cost_model: CostModel = CPU_SMOLLM2,
     ) -> None:
         """Load in load_s seconds."""
         self._name = name
+        self._cost = cost_model
         self._context_tokens, self._max_sequences = context_tokens, max_sequences
         self._load_s = load_s
 
@@ -470,7 +477,10 @@ class SimulatedSource:
             time.sleep(self._load_s / _LOAD_PARTS)
         tell(1.0)
         return SimulatedBackend(
-            context_tokens=self._context_tokens, max_sequences=self._max_sequences, name=self._name
+            cost_model=self._cost,
+            context_tokens=self._context_tokens,
+            max_sequences=self._max_sequences,
+            name=self._name,
         )
 
 
