@@ -26,9 +26,11 @@ from engine_service.commands import config, doctor, plan, policy, top
 from engine_service.engine.eventlog import EventLog
 from engine_service.engine.ledger import Ledger
 from engine_service.engine.loop import Engine
+from engine_service.engine.residence import Models
 from engine_service.errors import SettingsError
 from engine_service.identity.command import add_token_commands, run_pair, run_token
 from engine_service.logs import set_up_logging
+from engine_service.opening import opened_backend, opened_models
 from engine_service.running import listen, until_stopped
 from engine_service.scheduling.baseline import FirstComeFirstServed
 from engine_service.scheduling.scheduler import Scheduler
@@ -219,8 +221,9 @@ def _serve_from(
     if settings.event_log is not None:
         EventLog(settings.event_log).close()  # says what is wrong with it before the model is loaded
     tokens = _tokens(settings, state)
-    backend = _opened(settings)
-    engine = _engine(settings, merged(settings.residents, kept), backend, state)
+    models = opened_models(settings, _progress) if settings.models else None
+    backend = opened_backend(settings, _progress) if models is None else models.open_first()
+    engine = _engine(settings, merged(settings.residents, kept), backend, models, state)
     return asyncio.run(_run(engine, settings, state, tokens, kept, bound, tls, load_again))
 
 
@@ -247,58 +250,12 @@ def _progress(sentence: str) -> None:
     print(f"fairhearth: {sentence}", file=sys.stderr, flush=True)
 
 
-def _opened(settings: Settings) -> Backend:
-    """Load the model. Backends are imported here, so that one does not need the libraries of another."""
-    model = settings.model
-    match model.backend:
-        case BackendName.LLAMA_CPP:
-            from engine_service.backends.llama_cpp import open_backend
-
-            return open_backend(
-                model.path,
-                cache_dir=settings.paths.cache_dir,
-                context_tokens=model.context_tokens,
-                max_sequences=model.max_sequences,
-                threads=model.threads,
-                requantise=model.requantise,
-                divided_cache=model.divided_cache,
-                progress=_progress,
-            )
-        case BackendName.EXLLAMAV2:
-            return _opened_exllamav2(settings)
-        case BackendName.SIMULATED:
-            from engine_service.backends.simulated import SimulatedBackend
-
-            return SimulatedBackend(context_tokens=model.context_tokens, max_sequences=model.max_sequences)
-
-
-def _opened_exllamav2(settings: Settings) -> Backend:
-    from engine_service.backends.exllamav2.provision import Options, open_backend
-
-    model, own = settings.model, settings.model.exllamav2
-    options = Options(
-        device=own.device.value,
-        cache_type=own.cache_type.value,
-        chunk_tokens=own.chunk_tokens,
-        gpu_split=own.gpu_split,
-        tensor_parallel=own.tensor_parallel,
-        draft_tokens=own.draft_tokens,
-        draft_path=own.draft_path,
-        lora_paths=own.lora_paths,
-    )
-    return open_backend(
-        model.path,
-        options=options,
-        cache_dir=settings.paths.cache_dir,
-        context_tokens=model.context_tokens,
-        max_sequences=model.max_sequences,
-        threads=model.threads,
-        progress=_progress,
-    )
-
-
 def _engine(
-    settings: Settings, residents: tuple[NamedResident, ...], backend: Backend, state: StateFolder
+    settings: Settings,
+    residents: tuple[NamedResident, ...],
+    backend: Backend,
+    models: Models | None,
+    state: StateFolder,
 ) -> Engine:
     return Engine(
         backend,
@@ -306,12 +263,15 @@ def _engine(
         residents=[entry.resident for entry in residents],
         names={entry.resident_id: entry.name for entry in residents},
         scheduler=_scheduler(settings),
-        rebuild=lambda: _opened(settings),
+        rebuild=lambda: opened_backend(settings, _progress),
+        models=models,
         zone=settings.time_zone,
         event_log=settings.event_log,
         ledger=Ledger(state.path),
         policy_name=settings.scheduler.value,
-        patience_s=settings.model.max_iteration_s,
+        patience_s=max(
+            model.max_iteration_s for model in (settings.model, *(m.settings for m in settings.models))
+        ),
     )
 
 

@@ -42,7 +42,9 @@ from engine_service.scheduling.model import (
     HOUSE,
     ClassPolicy,
     FairnessGoal,
+    ModelId,
     Policy,
+    ResidencyPolicy,
     Resident,
     ResidentId,
     ServiceUnit,
@@ -174,6 +176,15 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """One of several models."""
+
+    name: ModelId
+    pinned: bool = False  #: stays in memory
+    settings: ModelSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PathSettings:
     """Where files are kept."""
 
@@ -207,7 +218,9 @@ class Settings:
     """Everything the engine starts from."""
 
     server: ServerSettings
-    model: ModelSettings
+    model: ModelSettings  #: the one for who names none
+    models: tuple[NamedModel, ...]  #: all of them, that one first; none: there is only that one
+    residency: ResidencyPolicy
     scheduler: SchedulerName
     policy: Policy
     time_zone: ZoneInfo | None  #: whose midnight starts a day; None: the system's
@@ -358,6 +371,30 @@ POLICY_TABLE: Final = table(_POLICY_FIELDS, what="key")
 
 _ONLY_POLICY: Final = table({vol.Optional("policy"): POLICY_TABLE}, what="table")
 
+_MODEL: Final[dict[Any, Validator]] = {
+    vol.Optional("backend"): member(BackendName),
+    vol.Optional("path"): _PATH,
+    vol.Optional("context_tokens"): _CONTEXT,
+    vol.Optional("max_sequences"): _SEQUENCES,
+    vol.Optional("threads"): _THREADS,
+    vol.Optional("requantise"): boolean,
+    vol.Optional("divided_cache"): boolean,
+    vol.Optional("exllamav2"): table(
+        {
+            vol.Optional("device"): member(DeviceName),
+            vol.Optional("cache_type"): member(CacheType),
+            vol.Optional("chunk_tokens"): _chunk,
+            vol.Optional("gpu_split"): list_of(number(above=0)),
+            vol.Optional("tensor_parallel"): boolean,
+            vol.Optional("draft_tokens"): whole_number(0, 8),
+            vol.Optional("draft_path"): _PATH,
+            vol.Optional("lora_paths"): list_of(_PATH),
+        },
+        what="key",
+    ),
+    vol.Optional("max_iteration_s"): number(1, 86_400),
+}
+
 _FILE: Final = table(
     {
         vol.Optional("server"): table(
@@ -390,32 +427,20 @@ _FILE: Final = table(
             },
             what="key",
         ),
-        vol.Optional("model"): table(
-            {
-                vol.Optional("backend"): member(BackendName),
-                vol.Optional("path"): _PATH,
-                vol.Optional("context_tokens"): _CONTEXT,
-                vol.Optional("max_sequences"): _SEQUENCES,
-                vol.Optional("threads"): _THREADS,
-                vol.Optional("requantise"): boolean,
-                vol.Optional("divided_cache"): boolean,
-                vol.Optional("exllamav2"): table(
-                    {
-                        vol.Optional("device"): member(DeviceName),
-                        vol.Optional("cache_type"): member(CacheType),
-                        vol.Optional("chunk_tokens"): _chunk,
-                        vol.Optional("gpu_split"): list_of(number(above=0)),
-                        vol.Optional("tensor_parallel"): boolean,
-                        vol.Optional("draft_tokens"): whole_number(0, 8),
-                        vol.Optional("draft_path"): _PATH,
-                        vol.Optional("lora_paths"): list_of(_PATH),
-                    },
-                    what="key",
-                ),
-                vol.Optional("max_iteration_s"): number(1, 86_400),
-            },
-            what="key",
+        vol.Optional("model"): table(_MODEL, what="key"),
+        vol.Optional("models"): list_of(
+            table(
+                {
+                    vol.Required("name"): line(at_least=1, at_most=128),
+                    vol.Optional("pinned"): boolean,
+                    **_MODEL,
+                },
+                what="key",
+            ),
+            at_least=1,
+            at_most=64,
         ),
+        vol.Optional("residency"): table(_fields_of(ResidencyPolicy), what="key"),
         vol.Optional("policy"): _POLICY,
         # Every entry is checked as the wire's message: the same keys, the same words.
         vol.Optional("residents"): dict,
@@ -501,9 +526,13 @@ def _settings(raw: Mapping[str, Any], *, base: Path) -> Settings:
     time_zone = policy.pop("time_zone", None)
     paths = dict(raw.get("paths", {}))
     event_log = paths.pop("event_log", None)
+    residency = _residency(raw.get("residency", {}))
+    models = _models(raw, residency, base)
     return Settings(
         server=_server(raw.get("server", {}), base),
-        model=_model(raw.get("model", {}), base),
+        model=models[0].settings if models else _model(raw.get("model", {}), base),
+        models=models,
+        residency=residency,
         scheduler=scheduler,
         policy=_policy(policy),
         time_zone=time_zone,
@@ -568,6 +597,43 @@ def _model(raw: Mapping[str, Any], base: Path) -> ModelSettings:
     if settings.divided_cache and settings.backend is not BackendName.LLAMA_CPP:
         raise _BadTable('model.divided_cache is only for backend = "llama_cpp"')
     return settings
+
+
+def _residency(raw: Mapping[str, Any]) -> ResidencyPolicy:
+    try:
+        return ResidencyPolicy(**raw)
+    except ValueError as error:
+        raise _BadTable(f"residency: {error}") from None
+
+
+def _models(raw: Mapping[str, Any], residency: ResidencyPolicy, base: Path) -> tuple[NamedModel, ...]:
+    """Return the table's models; raise _BadTable for those that could not share an engine."""
+    given = raw.get("models", [])
+    if not given:
+        if "residency" in raw:
+            raise _BadTable("residency is of no use without several [[models]]")
+        return ()
+    if "model" in raw:
+        raise _BadTable("model and models exclude each other: put the [model] into the list, with a name")
+    models: list[NamedModel] = []
+    for entry in given:
+        own = dict(entry)
+        name, is_pinned = ModelId(own.pop("name")), own.pop("pinned", False)
+        if name in {model.name for model in models}:
+            raise _BadTable(f"models: two are named {name!r}; names must differ")
+        models.append(NamedModel(name=name, pinned=is_pinned, settings=_model(own, base)))
+    pinned = [model.name for model in models if model.pinned]
+    if len(pinned) > residency.max_loaded:
+        raise _BadTable(
+            f"models: {len(pinned)} are pinned ({', '.join(pinned)}) and residency.max_loaded is "
+            f"{residency.max_loaded}"
+        )
+    if len(pinned) == residency.max_loaded and not (models[0].pinned or residency.releases_pinned):
+        raise _BadTable(
+            f"models: {models[0].name!r} is the first and could never be loaded beside what is pinned; pin "
+            "it, list a pinned one first, or raise residency.max_loaded"
+        )
+    return tuple(models)
 
 
 def _exllamav2(raw: Mapping[str, Any], base: Path) -> ExLlamaV2Settings:
@@ -656,6 +722,7 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
     if token := given.token or token:
         where = ("command line", "--token") if given.token else ("environment", TOKEN_VARIABLE)
         server = replace(server, tokens=(_admin(_checked(_token, token, *where)),))
+    _check_single(settings, given)
     server = _replaced(server, host=given.host, port=_option(_PORT, given.port, "--port"))
     model = _replaced(
         model,
@@ -675,6 +742,15 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
         log=_replaced(settings.log, level=_option(one_of(_LEVELS), given.log_level, "--log-level")),
         event_log=given.event_log,
     )
+
+
+def _check_single(settings: Settings, given: Overrides) -> None:
+    """Refuse options that could mean any of several models."""
+    options = ("model", "backend", "device", "threads", "context_tokens", "max_sequences")
+    named = [name for name in options if getattr(given, name) is not None]
+    if settings.models and named:
+        option = f"--{named[0].replace('_', '-')}"
+        raise SettingsError(f"command line: {option} means one model, and the settings list [[models]]")
 
 
 def _option(check: Validator, value: Any, name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine_service.backends.base import Backend, Language, ModelError, ModelInfo, ModelSource
 from engine_service.errors import ModelUnavailable
-from engine_service.scheduling.model import ModelId, RequestId
+from engine_service.scheduling.model import ModelId, RequestId, ResidencyPolicy
 from engine_service.scheduling.residency import (
     Demand,
     Enter,
@@ -24,7 +24,6 @@ from engine_service.scheduling.residency import (
     ModelRule,
     Residence as Place,
     Residency,
-    ResidencyPolicy,
     Step,
 )
 from engine_service.scheduling.state import State

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from engine_service.scheduling.model import ModelId
+from engine_service.scheduling.model import ModelId, ResidencyPolicy
 
 _NEVER: Final = float("-inf")
 
@@ -46,29 +46,6 @@ class ModelRule:
 
     model_id: ModelId
     is_pinned: bool = False  #: stays in memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidencyPolicy:
-    """How models share memory and time; all times in seconds."""
-
-    max_loaded: int = 1  #: models in memory at once
-    min_stay_s: float = 30.0  #: a model with work serves so long before another has its turn
-    patience_s: float = 5.0  #: others' requests wait at least so long before they end a turn
-    drain_s: float = 10.0  #: answers under way may end within this before they are put back
-    speech_drain_s: float = 30.0  #: the same for speech
-    retry_s: float = 60.0  #: until a model that could not be loaded is tried again
-    releases_pinned: bool = False  #: a pinned model gives way where there is no other room
-
-    def __post_init__(self) -> None:
-        """Refuse numbers nobody could be served by."""
-        if self.max_loaded < 1:
-            raise ValueError(f"max_loaded must be >= 1, not {self.max_loaded}")
-        for name in ("min_stay_s", "patience_s", "drain_s", "speech_drain_s", "retry_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a finite number >= 0, not {getattr(self, name)}")
-        if not self.min_stay_s:
-            raise ValueError("min_stay_s must be > 0: models would take turns without end and serve nobody")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

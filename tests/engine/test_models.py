@@ -21,8 +21,8 @@ from engine_service.engine.residence import Models
 from engine_service.engine.sessions import Delta, Order, Session
 from engine_service.errors import GenerationFailed, ModelUnavailable, UnknownModel
 from engine_service.scheduling.invariants import check
-from engine_service.scheduling.model import ModelId, Policy, ResidentId, WorkloadClass
-from engine_service.scheduling.residency import Residence, ResidencyPolicy
+from engine_service.scheduling.model import ModelId, Policy, ResidencyPolicy, ResidentId, WorkloadClass
+from engine_service.scheduling.residency import Residence
 from tests.engine.conftest import GREEDY, RESIDENTS, read, until
 
 A, B, V = ModelId("a"), ModelId("b"), ModelId("voice")

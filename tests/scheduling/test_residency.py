@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
+from engine_service.scheduling.model import ResidencyPolicy
 from engine_service.scheduling.residency import (
     Demand,
     Enter,
@@ -19,7 +20,6 @@ from engine_service.scheduling.residency import (
     ModelRule,
     Residence,
     Residency,
-    ResidencyPolicy,
     Step,
     Unload,
 )
