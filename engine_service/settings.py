@@ -181,6 +181,7 @@ class NamedModel:
 
     name: ModelId
     pinned: bool = False  #: stays in memory
+    embeddings: bool = False  #: makes the embeddings of which no model is named
     settings: ModelSettings
 
 
@@ -228,6 +229,11 @@ class Settings:
     paths: PathSettings
     log: LogSettings
     event_log: Path | None
+
+    @property
+    def embedding_model(self) -> ModelId | None:
+        """Return the model for embeddings of which none is named; None: the first."""
+        return next((model.name for model in self.models if model.embeddings), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,6 +439,7 @@ _FILE: Final = table(
                 {
                     vol.Required("name"): line(at_least=1, at_most=128),
                     vol.Optional("pinned"): boolean,
+                    vol.Optional("embeddings"): boolean,
                     **_MODEL,
                 },
                 what="key",
@@ -618,10 +625,14 @@ def _models(raw: Mapping[str, Any], residency: ResidencyPolicy, base: Path) -> t
     models: list[NamedModel] = []
     for entry in given:
         own = dict(entry)
-        name, is_pinned = ModelId(own.pop("name")), own.pop("pinned", False)
+        name = ModelId(own.pop("name"))
+        marks = {key: own.pop(key) for key in ("pinned", "embeddings") if key in own}
         if name in {model.name for model in models}:
             raise _BadTable(f"models: two are named {name!r}; names must differ")
-        models.append(NamedModel(name=name, pinned=is_pinned, settings=_model(own, base)))
+        models.append(NamedModel(name=name, settings=_model(own, base), **marks))
+    embedding = [model.name for model in models if model.embeddings]
+    if len(embedding) > 1:
+        raise _BadTable(f"models: embeddings is true of {' and of '.join(embedding)}; it may be of one")
     pinned = [model.name for model in models if model.pinned]
     if len(pinned) > residency.max_loaded:
         raise _BadTable(

@@ -42,6 +42,7 @@ from engine_service.backends.base import (
     StepOutcome,
     Tokenizer,
 )
+from engine_service.checks import shown
 from engine_service.engine import memory
 from engine_service.engine.courier import Courier
 from engine_service.engine.days import local_day
@@ -361,10 +362,14 @@ class Engine:
         if not name or name == self.info.name:
             return self.default_model
         if self._models is None:
-            raise UnknownModel(f"the model {name!r} is not served here; {self.info.name!r} is", param="model")
+            raise UnknownModel(
+                f"the model {shown(name)} is not served here; {self.info.name!r} is", param="model"
+            )
         if name not in self._models.names:
             known = ", ".join(map(repr, self._models.names))
-            raise UnknownModel(f"the model {name!r} is not served here; these are: {known}", param="model")
+            raise UnknownModel(
+                f"the model {shown(name)} is not served here; these are: {known}", param="model"
+            )
         return ModelId(name)
 
     def language(self, model_id: ModelId) -> Language:
@@ -378,6 +383,11 @@ class Engine:
             capacity=backend.capacity,
             validate=lambda order: self._backend.validate(order),
         )
+
+    @property
+    def serving(self) -> Language:
+        """What the model says that serves (or served last, while none does)."""
+        return self.language(self._scheduler.state.serving)
 
     def models(self) -> list[ModelStatus]:
         """Return where every model is."""
@@ -448,6 +458,10 @@ class Engine:
         """Return how many conversations fit, who holds how many pages and what could be had back."""
         with self._wakeup:
             return memory.report(self._scheduler.state)
+
+    def memory_of(self, model_id: ModelId) -> dict[str, Any]:
+        """Return how many conversations fit into a model's memory, which need not be there."""
+        return memory.offer(self.language(model_id).capacity, self._scheduler.state.policy)
 
     def eta_s(self, request_id: RequestId) -> float | None:
         """Return the seconds until the request probably starts, None if it does not wait or nobody knows."""

@@ -139,6 +139,18 @@ def _limits(state: State, class_id: WorkloadClass) -> str:
     )
 
 
+def offer(capacity: Capacity, policy: Policy) -> dict[str, Any]:
+    """Return the part of the wire message `capacity` that tells what one model's memory is worth."""
+    room = planned(capacity, policy)
+    return {
+        "page_tokens": capacity.page_tokens,
+        "kv_pages_total": capacity.num_pages,
+        "max_sequences": capacity.max_sequences,
+        "max_context_tokens": room.max_context_tokens,
+        "conversations": [fit.as_dict() for fit in room.fits()],
+    }
+
+
 def report(state: State) -> dict[str, Any]:
     """Return the part of the wire message `capacity` that the engine knows (docs/wire.md)."""
     capacity, pages = state.known_capacity, state.pages

@@ -35,10 +35,10 @@ class ChatWork:
         """Order the job; raise EngineError where it is refused."""
         message = parse_chat_request(job.request)
         plan = await plan_chat(self._service, message, job.who)
-        served = self._service.engine.info.name
+        served = plan.model.info.name
         written = Output()
         if job.model in (None, served):
-            written = resumable(job.output, plan, message.options, self._service.engine.tokenizer.decode)
+            written = resumable(job.output, plan, message.options, plan.model.language.tokenizer.decode)
         elif job.output.token_ids:
             _LOGGER.info("Job %s begins anew: %s wrote its beginning, not %s", job.job_id, job.model, served)
         run, reply = await ordered(self._service, _continued(plan, written))

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine_service.chat.chosen import Chosen
 from engine_service.engine.sessions import Finished, Order, Timings
 from engine_service.errors import EngineError, GenerationFailed, InvalidRequest, NotSupported
 from engine_service.protocol import EmbeddingsRequest, Extension
 from engine_service.server.plans import Running, check_token_ids, off_loop
-from engine_service.server.service import Service, require_model
+from engine_service.server.service import Service
 
 _AT_ONCE: Final = 4
 
@@ -30,15 +31,17 @@ class Embedded:
     timings: Timings
 
 
-async def embedded(service: Service, message: EmbeddingsRequest, caller: Extension) -> list[Embedded]:
+async def embedded(
+    service: Service, message: EmbeddingsRequest, caller: Extension, model: Chosen
+) -> list[Embedded]:
     """Return the embeddings of all texts, in their order; raise EngineError for what cannot be served."""
-    _check(service, message, caller)
-    prompts = [await _tokens(service, text) for text in message.texts]
+    _check(service, message, caller, model)
+    prompts = [await _tokens(model, text) for text in message.texts]
     slots = asyncio.Semaphore(_AT_ONCE)
 
     async def one(prompt_ids: tuple[int, ...]) -> Embedded:
         async with slots:
-            return await _embed(service, prompt_ids, caller)
+            return await _embed(service, prompt_ids, caller, model)
 
     tasks = [asyncio.create_task(one(prompt_ids)) for prompt_ids in prompts]
     try:
@@ -49,16 +52,14 @@ async def embedded(service: Service, message: EmbeddingsRequest, caller: Extensi
         await asyncio.wait(tasks)
 
 
-def _check(service: Service, message: EmbeddingsRequest, caller: Extension) -> None:
+def _check(service: Service, message: EmbeddingsRequest, caller: Extension, model: Chosen) -> None:
     """Refuse what this engine cannot do before any work is done."""
-    info = service.engine.info
+    info = model.info
     if not info.can_embed:
         raise NotSupported(
             f"the backend {info.backend!r} makes no embeddings of {info.name!r}; "
             "GET /v1/engine says `can_embed`"
         )
-    if message.model:
-        require_model(service, message.model, param="model")
     if message.dimensions not in (None, info.embedding_size):
         raise InvalidRequest(
             f"{info.name!r} makes embeddings of {info.embedding_size} dimensions, which cannot be shortened",
@@ -67,20 +68,21 @@ def _check(service: Service, message: EmbeddingsRequest, caller: Extension) -> N
     service.residents.check(caller.resident_id, param="fairhearth.resident")
 
 
-async def _tokens(service: Service, text: str | tuple[int, ...]) -> tuple[int, ...]:
+async def _tokens(model: Chosen, text: str | tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(text, str):
-        return await off_loop(len(text), lambda: service.conversation.text_ids(text))
-    check_token_ids(service, text, "input")
+        return await off_loop(len(text), lambda: model.conversation.text_ids(text))
+    check_token_ids(model, text, "input")
     return text
 
 
-async def _embed(service: Service, prompt_ids: tuple[int, ...], caller: Extension) -> Embedded:
+async def _embed(service: Service, prompt_ids: tuple[int, ...], caller: Extension, model: Chosen) -> Embedded:
     order = Order(
         resident_id=caller.resident_id,
         class_id=caller.class_id,
         prompt_ids=prompt_ids,
         program_id=caller.program_id,
         wants_embedding=True,
+        model_id=model.model_id,
     )
     try:
         session = await service.engine.submit(order)

@@ -34,6 +34,7 @@ from engine_service.checks import (
 from engine_service.jobs.model import JobState, TellState
 from engine_service.protocol import SCHEMAS
 from engine_service.scheduling.model import WorkloadClass
+from engine_service.scheduling.residency import Residence
 from engine_service.server.service import respond
 from engine_service.settings import POLICY_TABLE, Scope
 
@@ -97,7 +98,6 @@ _IDENTITY: Final[dict[str, Validator]] = {
     "schema_version": _COUNT,
     "model": _TEXT,
 }
-_MODEL: Final = _message(id=_TEXT, object=one_of(["model"]), created=_COUNT, owned_by=_TEXT)
 _RESIDENT: Final = _message(
     id=_TEXT,
     name=_TEXT,
@@ -111,6 +111,33 @@ _RESIDENT: Final = _message(
     max_running=or_none(_COUNT),
     max_waiting=whole_number(1),
 )
+_STATE: Final[dict[str, Validator]] = {
+    "state": one_of(place.value for place in Residence),
+    "progress": or_none(number(0, 1)),
+}
+_MODELS: Final = list_of(_message(id=_TEXT, **_STATE), at_least=1)
+_MODEL: Final = _message(
+    id=_TEXT,
+    object=one_of(["model"]),
+    created=_COUNT,
+    owned_by=_TEXT,
+    fairhearth=_message(
+        **_STATE,
+        is_default=boolean,
+        is_pinned=boolean,
+        requests_waiting=_COUNT,
+        backend=or_none(_TEXT),
+        max_context_tokens=or_none(_COUNT),
+        can_embed=boolean,
+        error=or_none(_TEXT),
+    ),
+)
+_FITS: Final[dict[str, Validator]] = {
+    "context_tokens": _COUNT,
+    "pages": _COUNT,
+    "active": _COUNT,
+    "beside": _COUNT,
+}
 _SCOPES: Final = list_of(one_of(scope.value for scope in Scope))
 _JOB_LINE: Final[dict[str, Validator]] = {
     "id": _TEXT,
@@ -153,8 +180,8 @@ _ANSWER: Final[dict[str, Validator]] = {
 ANSWERS: Final[Mapping[str, Validator]] = {
     "Error": _message(error=_ERROR),
     "Health": _message(status=one_of(["ok"]), **_IDENTITY),
-    "Ready": _message(ready=boolean, **_IDENTITY),
-    "NotReady": _message(ready=boolean, error=_ERROR, **_IDENTITY),
+    "Ready": _message(ready=boolean, models=_MODELS, **_IDENTITY),
+    "NotReady": _message(ready=boolean, models=_MODELS, error=_ERROR, **_IDENTITY),
     "Engine": _message(
         **_IDENTITY,
         name=_TEXT,
@@ -166,7 +193,7 @@ ANSWERS: Final[Mapping[str, Validator]] = {
         scopes=_SCOPES,
     ),
     "Model": _MODEL,
-    "Models": _message(object=one_of(["list"]), data=list_of(_MODEL)),
+    "Models": _message(object=one_of(["list"]), data=list_of(_MODEL, at_least=1)),
     "ChatCompletion": _message(object=one_of(["chat.completion"]), **_ANSWER),
     "Completion": _message(object=one_of(["text_completion"]), **_ANSWER),
     "Embeddings": _message(
@@ -213,8 +240,19 @@ ANSWERS: Final[Mapping[str, Validator]] = {
         max_sequences=_COUNT,
         max_context_tokens=_COUNT,
         reference_tokens=_COUNT,
-        conversations=list_of(
-            _message(context_tokens=_COUNT, pages=_COUNT, active=_COUNT, beside=_COUNT, more_now=_COUNT)
+        conversations=list_of(_message(**_FITS, more_now=_COUNT)),
+        serving=_TEXT,
+        models=list_of(
+            _message(
+                id=_TEXT,
+                **_STATE,
+                page_tokens=_COUNT,
+                kv_pages_total=_COUNT,
+                max_sequences=_COUNT,
+                max_context_tokens=_COUNT,
+                conversations=list_of(_message(**_FITS)),
+            ),
+            at_least=1,
         ),
         holders=list_of(
             _message(

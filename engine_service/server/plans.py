@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
+from engine_service.chat.chosen import Chosen
 from engine_service.chat.sampling import sampling_for
 from engine_service.engine.sessions import Finished, Order, Session, SessionEvent
 from engine_service.errors import EngineError, InvalidRequest
@@ -19,7 +20,7 @@ from engine_service.protocol import ChatRequest, CompletionRequest, Extension, M
 from engine_service.scheduling.model import RequestId
 from engine_service.server.meters import Meters
 from engine_service.server.replies import ChatReply, Head, Reply, TextReply
-from engine_service.server.service import Service, require_model
+from engine_service.server.service import Service
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Plan:
 
     order: Order
     caller: Extension
+    model: Chosen
     reply: Callable[[Head], Reply]
     renamed: dict[str, str] = field(default_factory=dict)  #: keys in the engine's refusals: here
     num_written: int = 0  #: tokens at the end of the prompt that belong to the answer
@@ -43,13 +45,14 @@ class Plan:
 async def plan_chat(service: Service, message: ChatRequest, caller: Extension) -> Plan:
     """Return the plan of a chat completion; raise EngineError for what cannot be served."""
     options = message.options
-    _check(service, options, caller)
-    prepared = await off_loop(length_of(message.messages), lambda: service.conversation.prepare(message))
+    model = _checked_model(service, options, caller)
+    prepared = await off_loop(length_of(message.messages), lambda: model.conversation.prepare(message))
     bias = {**prepared.logit_bias, **options.logit_bias}
-    order = _order(replace(options, logit_bias=bias), caller, prepared.prompt_ids)
+    order = _order(replace(options, logit_bias=bias), caller, prepared.prompt_ids, model)
     return Plan(
         order=replace(order, constraint=prepared.constraint),
         caller=caller,
+        model=model,
         reply=lambda head: ChatReply(head, prepared.parser, include_usage=options.include_usage),
         renamed={"response_format": "tools" if message.tools else "response_format"},
     )
@@ -58,39 +61,40 @@ async def plan_chat(service: Service, message: ChatRequest, caller: Extension) -
 async def plan_completion(service: Service, message: CompletionRequest, caller: Extension) -> Plan:
     """Return the plan of a text completion; raise EngineError for what cannot be served."""
     options = message.options
-    _check(service, options, caller)
+    model = _checked_model(service, options, caller)
     if isinstance(message.prompt, str):
         text = message.prompt
-        prompt_ids = await off_loop(len(text), lambda: service.conversation.text_ids(text))
+        prompt_ids = await off_loop(len(text), lambda: model.conversation.text_ids(text))
     else:
         prompt_ids = message.prompt
-        check_token_ids(service, prompt_ids, "prompt")
+        check_token_ids(model, prompt_ids, "prompt")
     return Plan(
-        order=replace(_order(options, caller, prompt_ids), heal_prompt=message.token_healing),
+        order=replace(_order(options, caller, prompt_ids, model), heal_prompt=message.token_healing),
         caller=caller,
+        model=model,
         reply=lambda head: TextReply(head, include_usage=options.include_usage),
         renamed={"messages": "prompt"},
     )
 
 
-def _check(service: Service, options: Options, caller: Extension) -> None:
-    """Refuse what only this engine can know to be wrong, before any work is done."""
-    if options.model:
-        require_model(service, options.model, param="model")
+def _checked_model(service: Service, options: Options, caller: Extension) -> Chosen:
+    """Return the model asked; refuse what only this engine can know to be wrong, before any work is done."""
+    model = service.models.choose(options.model)
     service.residents.check(caller.resident_id, param="fairhearth.resident")
-    check_token_ids(service, tuple(options.logit_bias), "logit_bias")
+    check_token_ids(model, tuple(options.logit_bias), "logit_bias")
+    return model
 
 
-def check_token_ids(service: Service, token_ids: tuple[int, ...], param: str) -> None:
+def check_token_ids(model: Chosen, token_ids: tuple[int, ...], param: str) -> None:
     """Refuse token ids that the model does not have."""
-    size = service.engine.info.vocab_size
+    size = model.info.vocab_size
     if (highest := max(token_ids, default=0)) >= size:
         raise InvalidRequest(
             f"{param} holds token id {highest}; the model's are 0 to {size - 1}", param=param
         )
 
 
-def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...]) -> Order:
+def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...], model: Chosen) -> Order:
     return Order(
         resident_id=caller.resident_id,
         class_id=caller.class_id,
@@ -101,6 +105,7 @@ def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...]) -> 
         banned=options.banned_strings,
         program_id=caller.program_id,
         ignore_eos=options.ignore_eos,
+        model_id=model.model_id,
     )
 
 
@@ -128,7 +133,7 @@ async def ordered(service: Service, plan: Plan) -> tuple[Running, Reply]:
     head = Head(
         request_id=session.request_id,
         created=int(time.time()),
-        model=service.engine.info.name,
+        model=plan.model.info.name,
         caller=plan.caller,
         prompt_tokens=len(plan.order.prompt_ids) - plan.num_written,
     )

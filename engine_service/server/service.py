@@ -10,10 +10,9 @@ from typing import Any, Final, TypeVar
 from aiohttp import web
 
 from engine_service import __version__
-from engine_service.chat.conversation import Conversation
 from engine_service.checks import shown
 from engine_service.engine.loop import Engine
-from engine_service.errors import InvalidRequest, RequestTooLarge, UnknownModel
+from engine_service.errors import InvalidRequest, RequestTooLarge
 from engine_service.identity.caller import Caller
 from engine_service.identity.pairing import PairingDesk
 from engine_service.identity.tokens import TokenBook
@@ -23,6 +22,7 @@ from engine_service.protocol import SCHEMA_VERSION, parse_json
 from engine_service.scheduling.model import ResidentId
 from engine_service.server.auth import Guard
 from engine_service.server.meters import Meters
+from engine_service.server.models import ModelDesk
 from engine_service.server.policies import PolicyBook
 from engine_service.server.rehearsal import Rehearsals
 from engine_service.server.residents import ResidentBook
@@ -38,7 +38,7 @@ class Service:
     """One engine as the handlers see it."""
 
     engine: Engine
-    conversation: Conversation
+    models: ModelDesk
     residents: ResidentBook
     guard: Guard
     tokens: TokenBook
@@ -63,13 +63,6 @@ class Service:
             "schema_version": SCHEMA_VERSION,
             "model": self.engine.info.name,
         }
-
-
-def require_model(service: Service, name: str, *, param: str) -> None:
-    """Raise UnknownModel, naming the model that is served, where name is another one."""
-    served = service.engine.info.name
-    if name != served:
-        raise UnknownModel(f"the model {shown(name)} is not served here; {served!r} is", param=param)
 
 
 SERVICE: Final = web.AppKey("service", Service)

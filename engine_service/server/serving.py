@@ -16,7 +16,6 @@ from typing import Final
 
 from aiohttp import web
 
-from engine_service.chat.conversation import Conversation
 from engine_service.engine.loop import Engine
 from engine_service.identity.pairing import PairingDesk
 from engine_service.identity.tokens import TokenBook
@@ -25,6 +24,7 @@ from engine_service.server.app import build_app
 from engine_service.server.auth import Guard
 from engine_service.server.chatwork import ChatWork
 from engine_service.server.meters import Meters
+from engine_service.server.models import ModelDesk
 from engine_service.server.policies import PolicyBook
 from engine_service.server.residents import ResidentBook
 from engine_service.server.service import Service
@@ -74,7 +74,7 @@ def build_service(
     book = TokenBook(state.path)
     return Service(
         engine=engine,
-        conversation=Conversation(engine.info, engine.tokenizer),
+        models=ModelDesk(engine, for_embeddings=settings.embedding_model),
         residents=ResidentBook(engine, settings.residents, state, kept),
         guard=Guard(
             tokens,

@@ -110,7 +110,7 @@ async def test_the_official_client_gets_the_same_in_both_encodings(home: Househo
 
 
 async def test_token_ids_are_embedded_like_the_text_they_stand_for(home: Household) -> None:
-    ids = home.service.conversation.text_ids(TEXTS[0])
+    ids = home.service.models.choose(None).conversation.text_ids(TEXTS[0])
     of_ids, of_text = vectors(await embeddings(home, [list(ids), TEXTS[0]]))
     assert cosine(of_ids, of_text) > 0.9999
 

@@ -189,9 +189,7 @@ class Words:
             max_context_tokens=max_context_tokens,
         )
 
-    def info(
-        self, max_context_tokens: int, *, parking_bytes: int = 0, name: str | None = None
-    ) -> ModelInfo:
+    def info(self, max_context_tokens: int, *, parking_bytes: int = 0, name: str | None = None) -> ModelInfo:
         """Return the model's description; name None is the file's, without the quantisation."""
         model, library = self._model, self._model.library
         return ModelInfo(

@@ -1,15 +1,13 @@
-"""Who answers, whether it is well, which model it serves, its numbers."""
+"""Who answers, whether it is well, which models it serves, its numbers."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 
-from engine_service.errors import EngineStopping
+from engine_service.errors import EngineStopping, UnknownModel
 from engine_service.server.meters import CONTENT_TYPE
 from engine_service.server.replies import error_body
-from engine_service.server.service import CALLER, SERVICE, Service, require_model, respond
+from engine_service.server.service import CALLER, SERVICE, respond
 
 
 async def health(request: web.Request) -> web.StreamResponse:
@@ -21,10 +19,11 @@ async def ready(request: web.Request) -> web.StreamResponse:
     """GET /ready: new work would be served."""
     service = request.app[SERVICE]
     if service.engine.is_ready and not service.stopping.is_set():
-        return respond({"ready": True} | service.identity())
+        return respond({"ready": True, "models": service.models.states()} | service.identity())
     reason = "the engine is stopping, has failed, or has work and completes no iteration"
     error = EngineStopping(reason, retry_after_s=5.0)
-    body = {"ready": False} | service.identity() | error_body(error)
+    models = {"models": service.models.states()}
+    body = {"ready": False} | models | service.identity() | error_body(error)
     return respond(body, status=503, headers={"Retry-After": "5"})
 
 
@@ -51,24 +50,19 @@ async def engine(request: web.Request) -> web.StreamResponse:
 
 
 async def models(request: web.Request) -> web.StreamResponse:
-    """GET /v1/models: OpenAI's list of the one model."""
-    return respond({"object": "list", "data": [_model(request.app[SERVICE])]})
+    """GET /v1/models: OpenAI's list of the models, with the state of each."""
+    service = request.app[SERVICE]
+    return respond({"object": "list", "data": service.models.rows(service.created)})
 
 
 async def model(request: web.Request) -> web.StreamResponse:
-    """GET /v1/models/{id}: OpenAI's description of the one model."""
+    """GET /v1/models/{id}: OpenAI's description of one model, with its state."""
     service = request.app[SERVICE]
-    require_model(service, request.match_info["model_id"], param="model_id")
-    return respond(_model(service))
-
-
-def _model(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.engine.info.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "fairhearth",
-    }
+    try:
+        return respond(service.models.row(request.match_info["model_id"], service.created))
+    except UnknownModel as error:
+        error.param = "model_id"
+        raise
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:

@@ -34,7 +34,7 @@ from engine_service.server.plans import (
     plan_completion,
 )
 from engine_service.server.replies import Reply, error_body, messages_of
-from engine_service.server.service import CALLER, SERVICE, read_json, require_model, respond
+from engine_service.server.service import CALLER, SERVICE, read_json, respond
 from engine_service.server.streaming import DONE, EventStream, ReaderGone
 
 _LOGGER = logging.getLogger(__name__)
@@ -64,22 +64,22 @@ async def embed(request: web.Request) -> web.StreamResponse:
     caller = request[CALLER].attribute(
         message.asked, default=WorkloadClass.EMBEDDING, resident_id=service.users.get(message.user or "")
     )
-    found = await embedded(service, message, caller)
-    return respond(embeddings_body(found, service.engine.info.name, caller, encoding=message.encoding))
+    model = service.models.choose_for_embeddings(message.model)
+    found = await embedded(service, message, caller, model)
+    return respond(embeddings_body(found, model.info.name, caller, encoding=message.encoding))
 
 
 async def prefix(request: web.Request) -> web.StreamResponse:
     """POST /v1/prefix."""
     service = request.app[SERVICE]
     message = parse_prefix_request(await read_json(request))
-    if message.model:
-        require_model(service, message.model, param="model")
-    prompt_ids = await off_loop(length_of(message.messages), lambda: service.conversation.prefix_ids(message))
-    constraint = service.conversation.prefix_constraint(message)
+    model = service.models.choose(message.model)
+    prompt_ids = await off_loop(length_of(message.messages), lambda: model.conversation.prefix_ids(message))
+    constraint = model.conversation.prefix_constraint(message)
     if constraint is not None:
         # The first grammar of a set of tools takes a second to compile: now, not while somebody waits.
-        await service.engine.prepare_constraint(constraint)
-    prefix_tokens, computed_tokens = await service.engine.pin_prefix(prompt_ids)
+        await service.engine.prepare_constraint(constraint, model.model_id)
+    prefix_tokens, computed_tokens = await service.engine.pin_prefix(prompt_ids, model.model_id)
     return respond({"prefix_tokens": prefix_tokens, "computed_tokens": computed_tokens})
 
 
