@@ -16,6 +16,7 @@ from typing import Any, Final
 from engine_service.errors import SettingsError
 from engine_service.logs import set_up_logging
 from engine_service.notify import Notifier
+from engine_service.server.models import name_of
 from engine_service.server.service import Service
 from engine_service.settings import Settings
 
@@ -65,7 +66,8 @@ async def until_stopped(
 
 
 def _status(service: Service) -> str:
-    return f"serving {service.engine.info.name}"
+    names = [name_of(status) for status in service.engine.models()]
+    return f"serving {', '.join(names)}"
 
 
 async def _give_signs_of_life(notifier: Notifier) -> None:

@@ -201,9 +201,10 @@ def test_error_codes_are_stable_and_told_apart() -> None:
         "too_many_failures": 429,
         "queue_full": 503,
         "engine_unavailable": 503,
+        "model_unavailable": 503,
         "storage_unavailable": 503,
         "not_supported": 501,
         "generation_failed": 500,
         "bad_settings": 500,
     }
-    assert len(_all_errors()) == 23
+    assert len(_all_errors()) == 24

@@ -18,6 +18,7 @@ from engine_service.backends.base import Backend
 from engine_service.backends.llama_cpp import open_backend
 from engine_service.engine.ledger import Ledger
 from engine_service.engine.loop import Engine
+from engine_service.engine.residence import Models
 from engine_service.server.residents import merged
 from engine_service.server.service import Service
 from engine_service.server.serving import SILENCE_S, bind, build_service, serving, url_of
@@ -173,12 +174,14 @@ async def household(
     rebuild: Callable[[], Backend] | None = None,
     silence_s: float = SILENCE_S,
     webhook_secret: str | None = None,
+    models: Models | None = None,
+    more_settings: str = "",
 ) -> AsyncIterator[Household]:
     """Serve a backend as the command line does, with its files in folder."""
     path = folder / "fairhearth.toml"
     text = SETTINGS.replace("ALLOW_LOOPBACK", str(allow_loopback).lower())
     text = text.replace("WEBHOOK_SECRET", f'webhook_secret = "{webhook_secret}"' if webhook_secret else "")
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text + more_settings, encoding="utf-8")
     settings = load(path, environment={})
     state = StateFolder(settings.paths.state_dir)
     kept = state.residents()
@@ -190,6 +193,7 @@ async def household(
         names={entry.resident_id: entry.name for entry in residents},
         rebuild=rebuild,
         ledger=Ledger(state.path),
+        models=models,
     )
     service = build_service(engine, settings, state=state, tokens=settings.server.tokens, kept=kept)
     bound = bind("127.0.0.1", 0)
