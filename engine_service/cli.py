@@ -49,6 +49,7 @@ from engine_service.settings import (
     Scope,
     Settings,
     TokenSetting,
+    check_options,
     load,
     source_of,
 )
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = parsed.run_with_settings(parsed, settings)
             return status
         if parsed.command == "serve":
+            check_options(settings, _overrides(parsed))
             return _serve(settings, lambda: load(source, _overrides(parsed)))
         state = StateFolder(settings.paths.state_dir)
         if parsed.command == "pair":

@@ -617,8 +617,6 @@ def _models(raw: Mapping[str, Any], residency: ResidencyPolicy, base: Path) -> t
     """Return the table's models; raise _BadTable for those that could not share an engine."""
     given = raw.get("models", [])
     if not given:
-        if "residency" in raw:
-            raise _BadTable("residency is of no use without several [[models]]")
         return ()
     if "model" in raw:
         raise _BadTable("model and models exclude each other: put the [model] into the list, with a name")
@@ -733,7 +731,6 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
     if token := given.token or token:
         where = ("command line", "--token") if given.token else ("environment", TOKEN_VARIABLE)
         server = replace(server, tokens=(_admin(_checked(_token, token, *where)),))
-    _check_single(settings, given)
     server = _replaced(server, host=given.host, port=_option(_PORT, given.port, "--port"))
     model = _replaced(
         model,
@@ -755,8 +752,8 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
     )
 
 
-def _check_single(settings: Settings, given: Overrides) -> None:
-    """Refuse options that could mean any of several models."""
+def check_options(settings: Settings, given: Overrides) -> None:
+    """Refuse options of `serve` that could mean any of several models; raises SettingsError."""
     options = ("model", "backend", "device", "threads", "context_tokens", "max_sequences")
     named = [name for name in options if getattr(given, name) is not None]
     if settings.models and named:

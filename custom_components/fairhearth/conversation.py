@@ -6,7 +6,7 @@ from typing import Literal, override
 
 from homeassistant.components import conversation
 from homeassistant.config_entries import ConfigSubentry
-from homeassistant.const import CONF_LLM_HASS_API, CONF_PROMPT, MATCH_ALL
+from homeassistant.const import CONF_LLM_HASS_API, CONF_MODEL, CONF_PROMPT, MATCH_ALL
 from homeassistant.core import Context, HomeAssistant, callback
 from homeassistant.exceptions import HomeAssistantError
 from homeassistant.helpers import intent, llm
@@ -80,13 +80,17 @@ class FairhearthAgent(
         try:
             chat_log = await self._async_empty_chat_log(language)
             pin = await self.coordinator.client.pin_prefix(
-                messages_of(chat_log.content[:1]), tools_of(chat_log.llm_api), thinking=self._thinking
+                messages_of(chat_log.content[:1]),
+                tools_of(chat_log.llm_api),
+                thinking=self._thinking,
+                model=self.subentry.data.get(CONF_MODEL),
             )
         except (EngineError, HomeAssistantError) as err:
             LOGGER.debug("%s: the prompt could not be pinned: %s", self.entity_id, err)
         else:
             LOGGER.debug("%s: %s tokens pinned", self.entity_id, pin.prefix_tokens)
-            self.coordinator.prompt_tokens[self.subentry.subentry_id] = pin.prefix_tokens
+            if pin.prefix_tokens:  # none of a model that is not in the engine's memory now
+                self.coordinator.prompt_tokens[self.subentry.subentry_id] = pin.prefix_tokens
 
     async def _async_empty_chat_log(self, language: str | None) -> conversation.ChatLog:
         """Return a chat log with the system prompt and the tools, as for a speaker who is not known yet."""

@@ -23,7 +23,8 @@ DOCUMENT: Final = "configuration.md"
 _WIDTH: Final = 100
 _CLASSES: Final = "policy.classes.NAME"
 _RESIDENTS: Final = "residents.ID"
-_HEADING: Final = re.compile(r"`\[(?P<table>[\w.]+)\]`")
+_MODELS: Final = "models"
+_HEADING: Final = re.compile(r"`\[\[?(?P<table>[\w.]+)\]\]?`")
 _ROW: Final = re.compile(r"\| `(?P<key>\w+)` \| (?P<default>.*?) \| (?P<meaning>.*) \|$")
 
 EXAMPLES: Final = {
@@ -39,6 +40,7 @@ EXAMPLES: Final = {
     "model.exllamav2.gpu_split": "[20.0, 20.0]",
     "model.exllamav2.draft_path": '"models/small-model"',
     "model.exllamav2.lora_paths": '["models/adapter"]',
+    "models.name": '"coder"',
     "policy.time_zone": '"Europe/Berlin"',
     "residents.ID.name": '"Alice"',
     "residents.ID.daily_tokens": "200000",
@@ -115,6 +117,10 @@ def template() -> str:
                 "[residents]",
             ]
             lines += _described(rows, prefix="alice.")
+        elif table == _MODELS:
+            # Nothing of it can be taken over alone: it stands for the whole of [model].
+            lines += ["", "# Several models, in place of [model]; each entry may have the keys of that, too."]
+            lines += ["# [[models]]", *(re.sub("^#", "# ", line, count=1) for line in _bare(rows, 0))]
         else:
             lines += ["", f"[{table}]", *_described(rows)]
     return "\n".join(lines) + "\n"

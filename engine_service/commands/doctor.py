@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -119,8 +119,12 @@ def examine(settings: Settings) -> Iterator[Finding]:
             yield from _exllamav2(settings)
         case BackendName.SIMULATED:
             yield doubtful("library", "the simulated backend answers without sense", "set model.backend")
-    if settings.model.backend is not BackendName.SIMULATED:
+    if not settings.models and settings.model.backend is not BackendName.SIMULATED:
         yield _model(settings)
+    for named in settings.models:
+        if named.settings.backend is not BackendName.SIMULATED:
+            found = _model(replace(settings, model=named.settings))
+            yield replace(found, what=f"{named.name}: {found.what}")
     yield _port(settings)
     yield from _tls(settings)
     yield _clock(settings)

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, fail, pr
 from engine_service.engine.memory import REFERENCE_TOKENS, Room, is_useless, planned
 from engine_service.footprint import CACHE_BITS, CACHE_STEP, GIB, Footprint, footprint_of
 from engine_service.scheduling.model import Capacity
-from engine_service.settings import BackendName, Settings
+from engine_service.settings import BackendName, ModelSettings, Settings
 
 _SEVERAL: Final = 1000
 """Tokens that the cache of a model is told for."""
@@ -31,7 +31,10 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `plan` and `models`; add makes a parser that knows the options of all commands."""
     plan = add("plan", help="say how many conversations of which length fit", run_with_settings=run_plan)
     plan.add_argument(
-        "--model", type=Path, metavar="PATH", help="a GGUF file or a folder (default: the settings')"
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a GGUF file, a folder, or a name of the settings' [[models]] (default: the settings' first)",
     )
     plan.add_argument("--vram", type=_gib, metavar="G", help="memory for model and cache together (GiB)")
     plan.add_argument("--context-tokens", type=int, metavar="N", help="token slots of the KV cache, in all")
@@ -103,6 +106,7 @@ class Plan:
 
 def run_plan(parsed: argparse.Namespace, settings: Settings) -> int:
     """Run `fairhearth plan`."""
+    settings = _for_named(parsed, settings)
     footprint = footprint_of(model_path(settings))
     cache_type = parsed.cache_type or settings.model.exllamav2.cache_type.value
     memory = None if parsed.vram is None else int(parsed.vram * GIB)
@@ -132,6 +136,16 @@ def run_plan(parsed: argparse.Namespace, settings: Settings) -> int:
     else:
         _show(plan)
     return EXIT_OK
+
+
+def _for_named(parsed: argparse.Namespace, settings: Settings) -> Settings:
+    """Return the settings with the model that is meant by its name, if one is."""
+    named = next((model.settings for model in settings.models if model.name == str(parsed.model)), None)
+    if named is None:
+        return settings
+    given = {key: getattr(parsed, key) for key in ("context_tokens", "max_sequences")}
+    model = replace(named, **{key: value for key, value in given.items() if value is not None})
+    return replace(settings, model=model)
 
 
 def _does_not_fit(footprint: Footprint, memory: int, tokens: int, most: int, cache_type: str) -> str:
@@ -196,6 +210,14 @@ def _show(plan: Plan) -> None:
         "\nMore conversations than fit take turns; how long a request may wait is in the policy.",
         highlight=False,
     )
+    if len(plan.settings.models) > 1:
+        names = ", ".join(model.name for model in plan.settings.models)
+        out.print(
+            f"Every model has a cache of its own: fairhearth plan --model NAME, of {names}. "
+            "What fits together: fairhearth models.",
+            highlight=False,
+            markup=False,
+        )
 
 
 def _parking(footprint: Footprint) -> str:
@@ -214,8 +236,9 @@ def run_models(parsed: argparse.Namespace, settings: Settings) -> int:
             return fail(f"{folder}: there is no such folder; give folders in which models lie")
     memory = int(parsed.vram * GIB) if parsed.vram else available_bytes()
     entries = [_entry(path, settings, memory) for path in _paths(parsed.folders, settings)]
+    together = _together(settings)
     if parsed.json:
-        print_json({"memory_bytes": memory, "models": entries})
+        print_json({"memory_bytes": memory, "models": entries, "together": together})
         return EXIT_OK
     out = console()
     if not entries:
@@ -228,12 +251,58 @@ def run_models(parsed: argparse.Namespace, settings: Settings) -> int:
     for folder in parsed.folders:
         if not any(_models_in(folder)):
             out.print(Text(f"\nNo model lies in {folder}: no *.gguf file, no folder with a config.json."))
-    out.print(f"\n* is the one that `fairhearth serve` loads{known}.", highlight=False)
-    return EXIT_OK
+    which = "one of those" if settings.models else "the one"
+    out.print(f"\n* is {which} that `fairhearth serve` loads{known}.", highlight=False)
+    if together is None:
+        return EXIT_OK
+    return _show_together(together, memory, settings)
+
+
+def _together(settings: Settings) -> dict[str, Any] | None:
+    """Return the largest set of the settings' models that may be in memory at once; None for one model.
+
+    Pinned ones are always part of it. Simulated ones take nothing, and one that cannot be read is left out.
+    """
+    if not settings.models:
+        return None
+    sizes: list[tuple[bool, int, str]] = []
+    for model in settings.models:
+        own = replace(settings, model=model.settings)
+        with contextlib.suppress(ModelError):
+            if model.settings.backend is not BackendName.SIMULATED:
+                found = footprint_of(model_path(own))
+                cache_type = model.settings.exllamav2.cache_type.value
+                needed = found.needed_bytes(model.settings.context_tokens, cache_type)
+                sizes.append((model.pinned, needed, model.name))
+    chosen = sorted(sizes, reverse=True)[: settings.residency.max_loaded]
+    return {
+        "max_loaded": settings.residency.max_loaded,
+        "models": [name for _, _, name in chosen],
+        "needed_bytes": sum(needed for _, needed, _ in chosen),
+    }
+
+
+def _show_together(together: dict[str, Any], memory: int | None, settings: Settings) -> int:
+    """Say whether the models that may be in memory at once fit there."""
+    needed = together["needed_bytes"]
+    pinned = [model.name for model in settings.models if model.pinned]
+    stays = f" ({' and '.join(pinned)} stays)" if pinned else ""
+    names = " + ".join(together["models"]) or "none"
+    text = f"At most {together['max_loaded']} are in memory at once{stays}; the largest together: {names}"
+    fits = memory is None or needed <= memory
+    verdict = "" if memory is None else f" of {size(memory)}"
+    console().print(f"{text} = {size(needed)}{verdict}.", highlight=False, markup=False)
+    if fits:
+        return EXIT_OK
+    return fail(
+        "that does not fit: lower residency.max_loaded or a model's context_tokens, or use smaller models",
+        EXIT_BAD,
+    )
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     mark = "*" if entry["is_configured"] else ""
+    called = f" = {', '.join(entry['configured_as'])}" if entry["configured_as"] else ""
     if "error" in entry:
         return mark, f"{entry['path']}\n[red]{entry['error']}[/]", "", "", "", ""
     room = "?" if entry["room_tokens"] is None else f"{entry['room_tokens']:,} tokens"
@@ -241,7 +310,7 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
         room = "[red]does not fit[/]"
     return (
         mark,
-        f"{entry['name']} ({entry['architecture']})\n[dim]{entry['path']}[/]",
+        f"{entry['name']} ({entry['architecture']}){called}\n[dim]{entry['path']}[/]",
         size(entry["weight_bytes"]),
         size(entry["cache_bytes_per_1000_tokens"]),
         f"{entry['max_context_tokens']:,}",
@@ -250,7 +319,11 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _entry(path: Path, settings: Settings, memory: int | None) -> dict[str, Any]:
-    entry: dict[str, Any] = {"path": str(path), "is_configured": _is_configured(path, settings)}
+    entry: dict[str, Any] = {
+        "path": str(path),
+        "is_configured": any(_is_of(path, model) for model in _all_models(settings)),
+        "configured_as": [m.name for m in settings.models if _is_of(path, m.settings)],
+    }
     cache_type = settings.model.exllamav2.cache_type.value
     try:
         found = footprint_of(path)
@@ -266,11 +339,16 @@ def _entry(path: Path, settings: Settings, memory: int | None) -> dict[str, Any]
     }
 
 
-def _is_configured(path: Path, settings: Settings) -> bool:
-    if settings.model.backend is BackendName.SIMULATED:
+def _all_models(settings: Settings) -> list[ModelSettings]:
+    return [model.settings for model in settings.models] or [settings.model]
+
+
+def _is_of(path: Path, model: ModelSettings) -> bool:
+    """Return whether it is the file (or folder) of a configured model."""
+    if model.backend is BackendName.SIMULATED:
         return False
     try:
-        return path == model_path(settings).absolute()
+        return path == (model.path or default_model_path()).absolute()
     except ModelError:
         return False
 
@@ -285,9 +363,9 @@ def _paths(folders: list[Path], settings: Settings) -> Iterator[Path]:
 
 
 def _candidates(folders: list[Path], settings: Settings) -> Iterator[Path]:
-    if settings.model.path is not None:
-        yield settings.model.path
-        folders = [settings.model.path.parent, *folders]
+    configured = [model.path for model in _all_models(settings) if model.path is not None]
+    yield from configured
+    folders = [*(path.parent for path in configured), *folders]
     with contextlib.suppress(ModelError):  # it is an extra; nobody has to have it
         yield default_model_path()
     for folder in folders:

@@ -19,11 +19,12 @@ import pytest
 from engine_service.commands.config import keys, template
 from engine_service.commands.policy import notes
 from engine_service.protocol import ResidentRequest
-from engine_service.scheduling.model import ClassPolicy, Policy
+from engine_service.scheduling.model import ClassPolicy, Policy, ResidencyPolicy
 from engine_service.settings import (
     ExLlamaV2Settings,
     LogSettings,
     ModelSettings,
+    NamedModel,
     PathSettings,
     ServerSettings,
     load,
@@ -204,6 +205,70 @@ async def test_models_lists_what_is_there_and_what_is_wrong_with_it(tmp_path: Pa
     assert "attention.head_count" in " ".join(out.split())
 
 
+SEVERAL = """
+[[models]]
+name = "house"
+path = "good.gguf"
+pinned = true
+[[models]]
+name = "coder"
+path = "other.gguf"
+context_tokens = 16384
+[residency]
+max_loaded = MAX
+"""
+
+
+async def test_models_tells_which_names_a_file_has_and_whether_they_fit_together(tmp_path: Path) -> None:
+    llama(tmp_path / "good.gguf")
+    llama(tmp_path / "other.gguf")
+    (tmp_path / "fairhearth.toml").write_text(SEVERAL.replace("MAX", "2"), encoding="utf-8")
+    code, out, _ = await run(tmp_path, "models", "--vram", "24", "--json")
+    assert code == 0
+    told = json.loads(out)
+    found = {Path(entry["path"]).name: entry for entry in told["models"]}
+    assert found["good.gguf"]["configured_as"] == ["house"]
+    assert found["other.gguf"]["is_configured"] is True
+    assert told["together"]["models"] == ["house", "coder"]
+    both = told["together"]["needed_bytes"]
+    code, out, _ = await run(tmp_path, "models", "--vram", "24")
+    assert code == 0
+    assert "At most 2 are in memory at once (house stays)" in " ".join(out.split())
+    code, _, err = await run(tmp_path, "models", "--vram", str(both / 2**30 * 0.9))
+    assert code == 1
+    assert "lower residency.max_loaded" in err
+    (tmp_path / "fairhearth.toml").write_text(SEVERAL.replace("MAX", "1"), encoding="utf-8")
+    code, out, _ = await run(tmp_path, "models", "--vram", str(both / 2**30 * 0.9), "--json")
+    assert json.loads(out)["together"]["models"] == ["house"]
+
+
+async def test_a_plan_is_made_of_a_model_by_its_name(tmp_path: Path) -> None:
+    llama(tmp_path / "good.gguf")
+    llama(tmp_path / "other.gguf")
+    (tmp_path / "fairhearth.toml").write_text(SEVERAL.replace("MAX", "2"), encoding="utf-8")
+    for arguments, name, tokens in (
+        ((), "good", 8192),
+        (("--model", "coder"), "other", 16384),
+        (("--model", "coder", "--context-tokens", "4096"), "other", 4096),
+    ):
+        code, out, _ = await run(tmp_path, "plan", *arguments, "--json")
+        assert code == 0
+        plan = json.loads(out)
+        assert (plan["model"], plan["cache_tokens"]) == (name, tokens)
+    _, out, _ = await run(tmp_path, "plan")
+    assert "fairhearth plan --model NAME, of house, coder" in " ".join(out.split())
+
+
+async def test_the_doctor_looks_at_every_model(tmp_path: Path) -> None:
+    llama(tmp_path / "good.gguf")
+    (tmp_path / "fairhearth.toml").write_text(SEVERAL.replace("MAX", "2"), encoding="utf-8")
+    _, out, _ = await run(tmp_path, "doctor", "--json")
+    told = [f["what"] for f in json.loads(out)["findings"] if f["about"] == "model"]
+    assert told[0].startswith("house: good")
+    assert told[1].startswith("coder: ")
+    assert "no such file" in told[1]
+
+
 # -- policy check and config init ----------------------------------------------------------------------
 
 
@@ -362,12 +427,22 @@ def test_every_key_of_the_settings_is_explained() -> None:
     assert explained["server"] == names(ServerSettings) | {"token"}
     assert explained["model"] == names(ModelSettings) - {"exllamav2"}
     assert explained["model.exllamav2"] == names(ExLlamaV2Settings)
+    assert explained["models"] == names(NamedModel) - {"settings"}
+    assert explained["residency"] == names(ResidencyPolicy)
     assert explained["policy"] == names(Policy) - {"classes"} | {"scheduler", "time_zone"}
     assert explained["policy.classes.NAME"] == names(ClassPolicy)
     assert explained["residents.ID"] == names(ResidentRequest)
     assert explained["paths"] == names(PathSettings) | {"event_log"}
     assert explained["log"] == names(LogSettings)
-    assert set(tomllib.loads(uncommented())) == {"server", "model", "policy", "residents", "paths", "log"}
+    assert set(tomllib.loads(uncommented())) == {
+        "server",
+        "model",
+        "residency",
+        "policy",
+        "residents",
+        "paths",
+        "log",
+    }
 
 
 # -- doctor --------------------------------------------------------------------------------------------

@@ -9,19 +9,21 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from engine_service.errors import SettingsError
-from engine_service.scheduling.model import ClassPolicy, FairnessGoal, Policy, WorkloadClass
+from engine_service.scheduling.model import ClassPolicy, FairnessGoal, Policy, ResidencyPolicy, WorkloadClass
 from engine_service.settings import (
     BackendName,
     ExLlamaV2Settings,
     LogFormat,
     LogSettings,
     ModelSettings,
+    NamedModel,
     Overrides,
     PathSettings,
     SchedulerName,
     Scope,
     ServerSettings,
     Settings,
+    check_options,
     load,
 )
 
@@ -251,6 +253,66 @@ def test_a_mistake_on_the_command_line_is_told(tmp_path: Path, overrides: Overri
     assert message in refused.value.message
 
 
+TWO = """
+[[models]]
+name = "house"
+path = "house.gguf"
+pinned = true
+max_iteration_s = 30
+[[models]]
+name = "coder"
+backend = "exllamav2"
+path = "coder"
+embeddings = true
+exllamav2 = { cache_type = "q8" }
+[residency]
+max_loaded = 2
+min_stay_s = 5
+"""
+
+
+def test_several_models_are_read_in_their_order(tmp_path: Path) -> None:
+    settings = read(tmp_path, TWO)
+    house, coder = settings.models
+    assert (house.name, house.pinned, house.settings.path) == ("house", True, tmp_path / "house.gguf")
+    assert coder.settings.exllamav2.cache_type == "q8"
+    assert settings.model is house.settings
+    assert settings.embedding_model == "coder"
+    assert (settings.residency.max_loaded, settings.residency.min_stay_s) == (2, 5)
+    assert read(tmp_path, "[model]\ncontext_tokens = 512").models == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TWO + "[model]\npath = 'x'", "model and models exclude each other"),
+        (TWO.replace('"coder"', '"house"'), "models: two are named 'house'"),
+        (TWO.replace("embeddings = true", "pinned = true").replace("= 2", "= 1"), "models: 2 are pinned"),
+        (TWO.replace("pinned", "embeddings"), "embeddings is true of house and of coder"),
+        (
+            TWO.replace("pinned = true", "").replace("embeddings", "pinned").replace("= 2", "= 1"),
+            "models: 'house' is the first and could never be loaded",
+        ),
+        (TWO.replace("= 2", "= 0"), "residency: max_loaded must be >= 1"),
+        (TWO.replace("= 5", "= 0"), "residency: min_stay_s must be > 0"),
+        ("[[models]]\npath = 'x'", "models[0].name"),
+        ("models = []", "models"),
+    ],
+)
+def test_models_that_cannot_share_an_engine_are_told(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        read(tmp_path, text)
+    assert message in refused.value.message
+
+
+def test_an_option_that_could_mean_any_of_several_models_is_refused(tmp_path: Path) -> None:
+    settings = read(tmp_path, TWO)
+    with pytest.raises(SettingsError, match="--context-tokens means one model"):
+        check_options(settings, Overrides(context_tokens=512))
+    check_options(settings, Overrides(port=1))
+    check_options(read(tmp_path, ""), Overrides(context_tokens=512))
+
+
 def test_a_token_never_shows_when_settings_are_printed(tmp_path: Path) -> None:
     assert TOKEN not in repr(read(tmp_path, f"[server]\ntoken = '{TOKEN}'"))
 
@@ -261,6 +323,8 @@ def test_a_token_never_shows_when_settings_are_printed(tmp_path: Path) -> None:
         ("## `[server]`", ServerSettings, set()),
         ("## `[model]`", ModelSettings, {"exllamav2"}),
         ("## `[model.exllamav2]`", ExLlamaV2Settings, set()),
+        ("## `[[models]]`", NamedModel, {"settings"}),
+        ("## `[residency]`", ResidencyPolicy, set()),
         ("## `[policy]`", Policy, {"classes"}),
         ("## `[policy]`", ClassPolicy, set()),
         ("## `[paths]`", PathSettings, set()),

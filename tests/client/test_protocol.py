@@ -91,7 +91,7 @@ def test_answers_about_the_engine_are_read() -> None:
     info = EngineInfo.from_wire(golden("engine"))
     assert info.may("residents")
     assert info.max_context_tokens == 8192
-    assert models_from_wire(golden("models")) == ["SmolLM2-135M-Instruct"]
+    assert models_from_wire(golden("models")) == ["SmolLM2-135M-Instruct", "coder"]
     assert PrefixPin.from_wire(golden("prefix_response")) == PrefixPin(prefix_tokens=180, computed_tokens=172)
 
 

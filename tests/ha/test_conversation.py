@@ -167,6 +167,7 @@ async def converse(hass: HomeAssistant, text: str, **options: Any) -> conversati
         (sent.EngineStopping("stopping"), "The engine is starting or stopping"),
         (sent.TooManyRequests("64 wait"), "Too many of this resident's requests are waiting"),
         (sent.UnknownModel("no such model"), "The engine does not have this model"),
+        (sent.ModelUnavailable("no room"), "The engine cannot load this model now: no room"),
     ],
     ids=lambda value: f"{value.code} {value.param or ''}" if isinstance(value, sent.EngineError) else "",
 )
@@ -332,6 +333,20 @@ async def test_starting_to_speak_pins_the_prompt(
     pinned, asked = engine.prefixes[1], engine.chats[0]
     assert pinned.tools == asked.tools
     assert asked.messages[0].content == pinned.messages[0].content
+
+
+async def test_an_agent_asks_and_pins_for_the_model_that_was_chosen_for_it(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
+) -> None:
+    """Of the several that the engine lists."""
+    assert await loaded.runtime_data.client.models() == [engine.model, "coder"]
+    assert engine.prefixes[0].model is None
+    subentry = next(item for item in loaded.subentries.values() if item.subentry_type == "conversation")
+    hass.config_entries.async_update_subentry(loaded, subentry, data={**subentry.data, "model": "coder"})
+    await hass.async_block_till_done()
+    await until(lambda: engine.prefixes[-1].model == "coder")
+    await converse(hass, "Hello")
+    assert engine.chats[-1].options.model == "coder"
 
 
 async def test_a_prompt_that_cannot_be_pinned_stops_nobody(

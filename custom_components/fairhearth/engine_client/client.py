@@ -112,12 +112,22 @@ class EngineClient:
         return FairnessSnapshot.from_wire(await self._ask("GET", "v1", "fairness"))
 
     async def pin_prefix(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool | None = None,
+        model: str | None = None,
     ) -> PrefixPin:
-        """Have the shared beginning of a prompt computed and kept, for requests that think likewise."""
+        """Have the shared beginning of a prompt computed and kept, for requests that think likewise.
+
+        model None is the engine's first. One that is not in memory keeps nothing: then no token is pinned.
+        """
         body: JsonObject = {"messages": [message.as_wire() for message in messages]}
         if (switches := template_switches(thinking)) is not None:
             body["chat_template_kwargs"] = switches
+        if model is not None:
+            body["model"] = model
         if tools:
             body["tools"] = [tool.as_wire() for tool in tools]
         return PrefixPin.from_wire(

@@ -109,6 +109,12 @@ class UnknownModel(EngineError):
     code = "unknown_model"
 
 
+class ModelUnavailable(EngineError):
+    """The model is set up there and cannot be loaded, for now or beside those that stay in memory."""
+
+    code = "model_unavailable"
+
+
 class NotFound(EngineError):
     """There is no such address on the engine."""
 
@@ -183,6 +189,7 @@ _SENT: dict[str, type[EngineError]] = {
         NotSupported,
         UnknownResident,
         UnknownModel,
+        ModelUnavailable,
         NotFound,
         MethodNotAllowed,
         RequestTooLarge,
