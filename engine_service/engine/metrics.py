@@ -12,6 +12,7 @@ Definitions
   core allows (`invariants.bound_used`). Longest iteration: of the window.
 * SLO attainment: part of the answers of the window that kept their class's targets (`scheduling.targets`).
   What failed did not, nor did what was given up after the first token was due.
+* switch_s: seconds, ever, in which nobody could be served because another model was to serve.
 * starvation age: how long the request of a class that has waited longest has got nothing.
 * fairness index: Jain's index of service per weight over residents who had to wait in the window (those
   who ask for less than their share would only distort it); 1.0 where fewer than two had to.
@@ -197,6 +198,7 @@ class Observer:
             "iterations": state.num_iterations,
             "tokens_served": sum(a.tokens_served for a in state.class_accounts.values()),
             "recomputed_tokens": state.recomputed_tokens,
+            "switch_s": round(state.switch_micros / MICRO, 3),
             "paused_classes": list(state.policy.paused_classes),
             "policy_met": not notes,
             "policy_notes": notes,

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from engine_service.backends.base import Backend, Language, ModelError, ModelInfo, ModelSource
 from engine_service.errors import ModelUnavailable
@@ -29,6 +29,9 @@ from engine_service.scheduling.residency import (
 from engine_service.scheduling.state import State
 
 _LOGGER = logging.getLogger(__name__)
+
+_TELL_EVERY_S: Final = 2.0
+"""A load that takes long is told of this often on the console."""
 
 LedgerPins = tuple[tuple[RequestId, int], ...]
 
@@ -188,9 +191,14 @@ class Models:
 
     def _open(self, model_id: ModelId) -> Backend:
         entry = self._entries[model_id]
+        told_at = time.monotonic()
 
         def tell(part: float) -> None:
+            nonlocal told_at
             entry.progress = part
+            if time.monotonic() - told_at > _TELL_EVERY_S:
+                told_at = time.monotonic()
+                _LOGGER.info("The model %s is loaded to %.0f %%", model_id, 100 * part)
 
         entry.progress = 0.0
         try:

@@ -28,7 +28,15 @@ from engine_service.scheduling.events import (
     PolicyChanged,
     ResidentsChanged,
 )
-from engine_service.scheduling.model import Capacity, Policy, Request, RequestId, Resident, WorkloadClass
+from engine_service.scheduling.model import (
+    THE_MODEL,
+    Capacity,
+    Policy,
+    Request,
+    RequestId,
+    Resident,
+    WorkloadClass,
+)
 from engine_service.simulator import fit, policies, suite
 from engine_service.simulator.profiles import DeviceProfile
 from engine_service.simulator.runner import Runner
@@ -180,7 +188,11 @@ def _order(seen: _Seen, usual: dict[WorkloadClass, int]) -> RecordedOrder:
     return RecordedOrder(
         at_s=seen.at_s,
         request=replace(
-            request, prompt_tokens=request.prompt_tokens - cached, shared_prefix_tokens=0, keep_prefix=False
+            request,
+            prompt_tokens=request.prompt_tokens - cached,
+            shared_prefix_tokens=0,
+            keep_prefix=False,
+            model_id=THE_MODEL,  # of several, as if one had answered all: the simulator switches none
         ),
         output_tokens=min(output, request.max_tokens),
         cancelled_at_s=seen.cancelled_at_s,

@@ -161,6 +161,29 @@ def test_a_preempted_request_whose_cells_were_taken_is_computed_again(
     assert_same_but_near_ties(reference["poem"], output)
 
 
+def test_a_preempted_request_goes_on_in_a_backend_that_it_is_handed_over_to(
+    backend: AnyBackend, driver: Driver
+) -> None:
+    """Tokens, sampler and text held back are handed over; what still holds cells is not."""
+    reference = alone(backend, 20)
+    for name in ("poem", "sky"):
+        driver.admit(driver.order(name, QUESTIONS[name], 20))
+        driver.prefill(name)
+    for _ in range(7):
+        driver.step(decodes=["poem", "sky"])
+    backend.preempt(rid("poem"), PreemptionMode.RELEASE)
+    handed = backend.hand_over()
+    assert set(handed) == {rid("poem")}
+    assert backend.request_ids == (rid("sky"),)
+    driver.finish("sky")
+    backend.drop_cache()
+    assert backend.num_cells_held == 0
+    backend.adopt(handed)
+    assert driver.resume(rid("poem")) == 0
+    driver.finish("poem", chunk=13)
+    assert_same_but_near_ties(reference["poem"], driver.outputs[rid("poem")])
+
+
 def test_a_sampled_text_survives_preemption(backend: AnyBackend, driver: Driver) -> None:
     sampling = Sampling(temperature=1.1, top_p=0.9, repetition_penalty=1.2, seed=7)
     reference = driver.run(driver.order("whole", QUESTIONS["sky"], 16, sampling=sampling))

@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from engine_service import __version__
+from engine_service.backends.llama_cpp.provision import default_model_path
 from tests.cli.process import TOKEN, command, run
 
 SIMULATED = ("serve", "--backend", "simulated", "--port", "0")
@@ -49,6 +50,52 @@ async def test_it_serves_says_where_and_ends_cleanly(tmp_path: Path) -> None:
     assert (code, out) == (0, "")
     assert "Traceback" not in err
     assert TOKEN not in err
+
+
+TWO_FILES = f"""
+[[models]]
+name = "house"
+context_tokens = 1024
+threads = 1
+pinned = true
+[[models]]
+name = "plain"
+path = "{default_model_path()}"
+context_tokens = 2048
+threads = 1
+[residency]
+max_loaded = 2
+patience_s = 0
+"""
+
+
+async def test_several_models_of_the_settings_are_served_by_their_names(tmp_path: Path) -> None:
+    """The embedded model twice: requantised, and as it is shipped."""
+    (tmp_path / "fairhearth.toml").write_text(TWO_FILES, encoding="utf-8")
+    async with command(tmp_path, "serve", "--port", "0") as process:
+        url = await process.ready()
+        for name in ("plain", "house"):
+            status, answer = await ask(url, "/v1/chat/completions", HELLO | {"model": name})
+            assert (status, answer["model"]) == (200, name), answer
+        _, listed = await ask(url, "/v1/models")
+        states = {row["id"]: row["fairhearth"]["state"] for row in listed["data"]}
+        assert states == {"house": "loaded", "plain": "idle"}
+        status, made = await ask(url, "/v1/embeddings", {"input": "the rain", "model": "plain"})
+        assert (status, made["model"], len(made["data"][0]["embedding"])) == (200, "plain", 576)
+        _, memory = await ask(url, "/v1/capacity")
+        assert [model["kv_pages_total"] for model in memory["models"]] == [32, 64]
+        process.signal(signal.SIGTERM)
+        code, _, err = await process.end()
+    assert code == 0
+    assert "plain is ready after" in err
+    assert "Traceback" not in err
+
+
+async def test_options_that_could_mean_any_of_several_models_stop_the_start(tmp_path: Path) -> None:
+    (tmp_path / "fairhearth.toml").write_text(TWO_FILES, encoding="utf-8")
+    code, _, err = await run(tmp_path, "serve", "--port", "0", "--threads", "2")
+    assert code == 2
+    assert "--threads means one model, and the settings list [[models]]" in err
 
 
 async def test_an_interrupt_ends_it_as_cleanly(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_several_models_are_read_in_their_order(tmp_path: Path) -> None:
     house, coder = settings.models
     assert (house.name, house.pinned, house.settings.path) == ("house", True, tmp_path / "house.gguf")
     assert coder.settings.exllamav2.cache_type == "q8"
-    assert settings.model is house.settings
+    assert settings.model == house.settings
     assert settings.embedding_model == "coder"
     assert (settings.residency.max_loaded, settings.residency.min_stay_s) == (2, 5)
     assert read(tmp_path, "[model]\ncontext_tokens = 512").models == ()

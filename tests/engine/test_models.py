@@ -16,6 +16,7 @@ from engine_service.backends.cost_model import CostModel
 from engine_service.backends.llama_cpp.binding import open_library
 from engine_service.backends.llama_cpp.provision import GgufSource, default_model_path, open_default_model
 from engine_service.backends.simulated import SimulatedBackend, SimulatedSource
+from engine_service.engine import eventlog
 from engine_service.engine.loop import Engine
 from engine_service.engine.residence import Models
 from engine_service.engine.sessions import Delta, Order, Session
@@ -23,6 +24,8 @@ from engine_service.errors import GenerationFailed, ModelUnavailable, UnknownMod
 from engine_service.scheduling.invariants import check
 from engine_service.scheduling.model import ModelId, Policy, ResidencyPolicy, ResidentId, WorkloadClass
 from engine_service.scheduling.residency import Residence
+from engine_service.scheduling.scheduler import Scheduler
+from engine_service.simulator.recorded import replay_recording
 from tests.engine.conftest import GREEDY, RESIDENTS, read, until
 
 A, B, V = ModelId("a"), ModelId("b"), ModelId("voice")
@@ -62,13 +65,15 @@ class Source(SimulatedSource):
 
 @asynccontextmanager
 async def home(
-    *sources: Source, pinned: frozenset[ModelId] = frozenset(), **policy: Any
+    *sources: Source, pinned: frozenset[ModelId] = frozenset(), event_log: Path | None = None, **policy: Any
 ) -> AsyncIterator[Engine]:
     """An engine of simulated models, the first of which serves."""
     rules = ResidencyPolicy(**{**{f: getattr(QUICK, f) for f in QUICK.__dataclass_fields__}, **policy})
     named = {ModelId(source.describe().info.name): source for source in sources}
     models = Models(named, pinned=pinned, policy=rules)
-    engine = Engine(models.open_first(), policy=POLICY, residents=RESIDENTS, models=models)
+    engine = Engine(
+        models.open_first(), policy=POLICY, residents=RESIDENTS, models=models, event_log=event_log
+    )
     await engine.start()
     try:
         yield engine
@@ -311,6 +316,22 @@ async def test_a_lost_backend_takes_only_its_own_answers_along() -> None:
         assert len((await put_back)[0]) == 150
         assert await answer(engine, "b")
         assert len(b.opened) == 2
+
+
+async def test_a_log_of_switches_replays_to_the_same_decisions_and_can_be_rehearsed(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    async with home(Source("a"), Source("b"), drain_s=0.05, event_log=log) as engine:
+        put_back = asyncio.create_task(answer(engine, "a", tokens=80))
+        await until(lambda: any(x.decode_tokens > 5 for x in engine._live.values()), engine)
+        await answer(engine, "b")
+        await put_back
+    turns = list(eventlog.read(log))
+    assert {"ServingStopped", "CapacityChanged"} <= {type(event).__name__ for _, event, _ in turns}
+    scheduler = Scheduler(POLICY)
+    for now, event, decisions in turns:
+        assert scheduler.handle(event, now=now) == decisions
+    outcome = replay_recording(log, ["default"], profile=None)
+    assert outcome.runs["default"][0].groups["chat"].finished == 2, "as if one model had answered all"
 
 
 async def test_models_under_a_storm_of_requests_cancellations_and_switches_break_no_promise() -> None:
