@@ -418,9 +418,9 @@ class Engine:
         return self._tokenizer
 
     @property
-    def capacity(self) -> Capacity:
-        """What the backend offers."""
-        return self._backend.capacity
+    def capacities(self) -> list[Capacity]:
+        """What each model offers, or will when it is loaded."""
+        return [self._backend.capacity] if self._models is None else self._models.capacities()
 
     @property
     def residents(self) -> Mapping[ResidentId, Resident]:
@@ -436,6 +436,8 @@ class Engine:
     def is_ready(self) -> bool:
         """Return whether new work would be served: alive, and iterations complete while work exists."""
         if self._is_stopping or self._failure is not None or self._thread is None or self._is_rebuilding:
+            return False
+        if self._models is not None and not self._models.is_any_coming:
             return False
         since = max(self._last_iteration_at, self._busy_since)
         with self._wakeup:

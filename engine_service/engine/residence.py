@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from engine_service.backends.base import Backend, Language, ModelError, ModelInfo, ModelSource
 from engine_service.errors import ModelUnavailable
-from engine_service.scheduling.model import ModelId, RequestId, ResidencyPolicy
+from engine_service.scheduling.model import Capacity, ModelId, RequestId, ResidencyPolicy
 from engine_service.scheduling.residency import (
     Demand,
     Enter,
@@ -125,6 +125,15 @@ class Models:
     def backends(self) -> list[Backend]:
         """Return the backends of all models in memory (any thread)."""
         return [entry.backend for entry in self._entries.values() if entry.backend is not None]
+
+    @property
+    def is_any_coming(self) -> bool:
+        """Whether some model is in memory, or being loaded (any thread)."""
+        return any(self._residency.state(m) is not Place.ABSENT for m in self._entries)
+
+    def capacities(self) -> list[Capacity]:
+        """Return what each model offers that could be read (any thread)."""
+        return [entry.language.capacity for entry in self._entries.values() if entry.language is not None]
 
     def statuses(self, state: State) -> list[ModelStatus]:
         """Return where every model is."""

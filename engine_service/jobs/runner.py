@@ -19,6 +19,7 @@ from engine_service.errors import (
     EngineError,
     EngineStopping,
     GenerationFailed,
+    ModelUnavailable,
     QueueFull,
     QuotaExhausted,
     StorageUnavailable,
@@ -277,10 +278,11 @@ class JobRunner:
             await self._put_back(job.job_id, after_s=error.retry_after_s or RETRY_S)
         except StorageUnavailable:
             self._not_before[job.job_id] = self._clock() + RETRY_S
-        except GenerationFailed as error:
+        except (GenerationFailed, ModelUnavailable) as error:
             self._faults[job.job_id] = self._faults.get(job.job_id, 0) + 1
-            if self._faults[job.job_id] < MAX_ATTEMPTS:
-                await self._put_back(job.job_id, after_s=1.0)
+            may_pass = isinstance(error, GenerationFailed) or error.retry_after_s is not None
+            if may_pass and self._faults[job.job_id] < MAX_ATTEMPTS:
+                await self._put_back(job.job_id, after_s=error.retry_after_s or 1.0)
             else:
                 await self._end_surely(job.job_id, JobState.FAILED, error=error)
         except EngineError as error:

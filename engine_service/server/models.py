@@ -10,6 +10,7 @@ from typing import Any
 from engine_service.chat.chosen import Chosen, prepared, prepared_if_usable
 from engine_service.engine.loop import Engine
 from engine_service.engine.residence import ModelStatus
+from engine_service.errors import ModelUnavailable
 from engine_service.scheduling.model import ModelId
 
 
@@ -38,6 +39,14 @@ class ModelDesk:
     def choose_for_embeddings(self, name: str | None) -> Chosen:
         """Return the model that is to make embeddings; raise as `choose`."""
         return self.choose(name or self._for_embeddings)
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether embeddings are made where no model is named."""
+        try:
+            return self.choose_for_embeddings(None).info.can_embed
+        except ModelUnavailable:
+            return False
 
     # ---- shown
 

@@ -117,7 +117,7 @@ async def test_a_day_of_the_real_engine_is_a_machine_and_can_be_lived_again(
 ) -> None:
     path = tmp_path / "events.jsonl"
     async with make_engine(event_log=path) as (engine, _):
-        offered = engine.capacity
+        (offered,) = engine.capacities
         background = asyncio.create_task(
             ask(engine, "bob", "background", "The keeper of the light. " * 30, 24)
         )

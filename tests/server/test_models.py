@@ -195,6 +195,42 @@ async def test_prefixes_and_jobs_choose_their_model_too(several: Home) -> None:
     assert job["result"]["model"] == "coder"
 
 
+async def test_a_job_waits_for_a_model_that_cannot_be_loaded_for_now(several: Home) -> None:
+    several.coder.trouble = "its disk is asleep"
+    request = {"messages": [{"role": "user", "content": "x"}], "model": "coder", "max_tokens": 4}
+    job = (await several.house.ask("POST", "/v1/jobs", {"request": request})).json()
+    async with asyncio.timeout(30):
+        while (await rows(several))["coder"]["error"] is None:
+            await asyncio.sleep(0.02)
+        several.coder.trouble = None
+        while job["state"] not in ("finished", "failed"):
+            await asyncio.sleep(0.05)
+            job = (await several.house.ask("GET", f"/v1/jobs/{job['id']}")).json()
+    assert job["state"] == "finished", job
+
+
+async def test_an_engine_whose_models_cannot_be_loaded_is_not_ready(tmp_path: Path) -> None:
+    a, b = Slow("a"), Slow("b")
+    policy = ResidencyPolicy(min_stay_s=0.2, patience_s=0, retry_s=30)
+    models = Models({ModelId("a"): a, ModelId("b"): b}, policy=policy)
+    async with household(tmp_path, models.open_first(), models=models) as home:
+        a.trouble = b.trouble = "no memory"
+        assert (await home.chat(model="b")).error["code"] == "model_unavailable"
+        assert (await home.chat(model="a")).error["code"] == "model_unavailable"
+        ready = await home.ask("GET", "/ready", token=None)
+        assert ready.status == 503
+        assert [model["state"] for model in ready.json()["models"]] == ["absent", "absent"]
+
+
+async def test_the_engine_describes_its_first_model_whichever_serves(several: Home) -> None:
+    before = (await several.house.ask("GET", "/v1/engine")).json()
+    assert (await several.house.chat(model="coder", max_tokens=4)).status == 200
+    assert (await several.house.ask("GET", "/v1/engine")).json() == before
+    assert before["model"] == "house"
+    refused = await several.house.ask("PATCH", "/v1/policy", {"policy": {"prefix_share": 0.999}})
+    assert refused.status == 400, "it would leave no room in any of them"
+
+
 async def test_the_model_for_embeddings_is_asked_for_them_and_no_other_for_chats(tmp_path: Path) -> None:
     names = ("house", "coder", "reader")
     models = Models({ModelId(name): SimulatedSource(name) for name in names})

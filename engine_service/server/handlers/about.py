@@ -31,6 +31,7 @@ async def engine(request: web.Request) -> web.StreamResponse:
     """GET /v1/engine: what serves here and what this token may do."""
     service = request.app[SERVICE]
     info = service.engine.info
+    offered = service.engine.memory_of(service.engine.default_model)
     identity = service.identity()
     return respond(
         {
@@ -40,9 +41,9 @@ async def engine(request: web.Request) -> web.StreamResponse:
             "schema_version": identity["schema_version"],
             "backend": info.backend,
             "model": info.name,
-            "max_context_tokens": service.engine.memory()["max_context_tokens"],
-            "max_sequences": service.engine.capacity.max_sequences,
-            "can_embed": info.can_embed,
+            "max_context_tokens": offered["max_context_tokens"],
+            "max_sequences": offered["max_sequences"],
+            "can_embed": service.models.can_embed,
             "policy": service.engine.policy_name,
             "scopes": sorted(scope.value for scope in request[CALLER].scopes),
         }

@@ -58,12 +58,19 @@ def _body(service: Service) -> dict[str, object]:
         "scheduler": service.engine.policy_name,
         **current.as_wire(is_whole=True),
         "history": [entry.as_wire(is_whole=False) for entry in service.policies.history],
-        "notes": memory.doubts(service.engine.capacity, current.policy),
+        "notes": _doubts(service, current.policy),
     }
 
 
 def _notes(service: Service, policy: Policy) -> list[str]:
     """Return what the policy probably does not mean; raise InvalidRequest where it would serve nobody."""
-    if reason := memory.is_useless(service.engine.capacity, policy):
-        raise InvalidRequest(reason, param="policy")
-    return memory.doubts(service.engine.capacity, policy)
+    for capacity in service.engine.capacities:
+        if reason := memory.is_useless(capacity, policy):
+            raise InvalidRequest(reason, param="policy")
+    return _doubts(service, policy)
+
+
+def _doubts(service: Service, policy: Policy) -> list[str]:
+    """Return what the policy probably does not mean with one of the models, each doubt once."""
+    found = [doubt for capacity in service.engine.capacities for doubt in memory.doubts(capacity, policy)]
+    return list(dict.fromkeys(found))

@@ -62,12 +62,19 @@ byId("door").addEventListener("submit", async (event) => {
   }
 });
 
+function told(model) {
+  const part = model.progress === null ? "" : ` ${Math.round(100 * model.progress)} %`;
+  return `${model.id} (${model.state}${part})`;
+}
+
 async function greet() {
   try {
     const health = await ask("health");
     const ready = await fetch("ready", { cache: "no-store" });
-    byId("engine").textContent =
-      `${health.model}, version ${health.version}: ${ready.ok ? "ready" : "not ready"}`;
+    const { models } = await ready.json();
+    const names = models.length > 1 ? models.map(told).join(", ") : health.model;
+    byId("engine").textContent = `${names}; version ${health.version}: ${ready.ok ? "ready" : "not ready"}`;
+    if (models.length > 1) setTimeout(greet, 2000);
   } catch (error) {
     byId("engine").textContent = `The engine does not answer: ${error.message}`;
   }
