@@ -503,8 +503,6 @@ class Engine:
             raise EngineStopping("the engine is shutting down", retry_after_s=10)
         if self._failure is not None:
             raise EngineStopping(f"the engine stopped serving: {self._failure}", retry_after_s=30)
-        if self._models is not None:
-            self._models.check(order.model_id or self._models.first, now=self._clock())
         generation, request = self._prepare(order)
         session = Session(request.request_id, cancel=self._cancel)
         now = self._clock()
@@ -516,6 +514,8 @@ class Engine:
             arrived_at=now,
         )
         with self._wakeup:
+            if self._models is not None:
+                self._models.check(request.model_id, now=now)
             if self._is_rebuilding and request.shared_prefix_tokens:
                 live.request = request = replace(request, shared_prefix_tokens=0)
             if not self._live:
@@ -1215,14 +1215,20 @@ class Engine:
                     assert_never(step)
             self._wakeup.notify()
 
-    def _model_loaded(self, model_id: ModelId, backend: Backend) -> None:
-        """Take over a model that was loaded beside another (the loader's thread)."""
+    @property
+    def _several(self) -> Models:
+        """The models, for what only happens where there are several."""
         if self._models is None:
             raise RuntimeError("there is one model only")
+        return self._models
+
+    def _model_loaded(self, model_id: ModelId, backend: Backend) -> None:
+        """Take over a model that was loaded beside another (the loader's thread)."""
+        models = self._several
         with self._wakeup:
             is_late = self._is_stopped
             if not is_late:
-                self._models.loaded(model_id, backend)
+                models.loaded(model_id, backend)
                 self._see_models()
         if is_late:
             self._close(backend)
@@ -1230,15 +1236,14 @@ class Engine:
 
     def _model_failed(self, model_id: ModelId, error: Exception) -> None:
         """Tell whoever waits for a model that could not be loaded; the others go on (the loader's thread)."""
-        if self._models is None:
-            raise RuntimeError("there is one model only")
+        models = self._several
         batch = _Batch()
         with self._wakeup:
             now = self._clock()
-            self._models.failed(model_id, error, now=now)
+            models.failed(model_id, error, now=now)
             told = ModelUnavailable(
                 f"the model {model_id!r} could not be loaded: {error}",
-                retry_after_s=self._models.policy.retry_s,
+                retry_after_s=models.policy.retry_s,
             )
             for live in [x for x in self._live.values() if x.request.model_id == model_id]:
                 batch.events.append((live.session, told))
@@ -1248,10 +1253,8 @@ class Engine:
 
     def _enter(self, model_id: ModelId) -> None:
         """Let another model serve (the engine's thread, between iterations)."""
-        models = self._models
-        backend = None if models is None else models.backend(model_id)
-        if models is None or backend is None:
-            raise RuntimeError(f"the model {model_id} is not in memory")
+        models = self._several
+        backend = models.loaded_backend(model_id)
         with self._wakeup:
             handed = models.take_handed(model_id)
         backend.adopt(handed)
@@ -1275,17 +1278,14 @@ class Engine:
 
     def _exit(self) -> None:
         """Let no model serve until the next one is loaded (the engine's thread)."""
-        if self._models is not None:
-            with self._wakeup:
-                self._models.exited()
-                self._see_models()
+        with self._wakeup:
+            self._several.exited()
+            self._see_models()
 
     def _unload(self, model_id: ModelId) -> None:
         """Free a model's memory; what its answers need to go on later is kept (the engine's thread)."""
-        models = self._models
-        backend = None if models is None else models.backend(model_id)
-        if models is None or backend is None:
-            raise RuntimeError(f"the model {model_id} is not in memory")
+        models = self._several
+        backend = models.loaded_backend(model_id)
         handed = backend.hand_over()
         with self._wakeup:
             self._check_current()
@@ -1302,9 +1302,7 @@ class Engine:
 
     def _reopen(self) -> Backend:
         """Load the model that serves again (the engine's thread)."""
-        if self._models is None:
-            raise RuntimeError("there is one model only")
-        return self._models.reopen(self._scheduler.state.serving)
+        return self._several.reopen(self._scheduler.state.serving)
 
     # ---- back in the event loop
 

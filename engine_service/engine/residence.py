@@ -122,6 +122,13 @@ class Models:
         """Return the model's backend, None while it is not in memory (any thread)."""
         return self._entries[model_id].backend
 
+    def loaded_backend(self, model_id: ModelId) -> Backend:
+        """Return the backend of a model that must be in memory (any thread)."""
+        backend = self.backend(model_id)
+        if backend is None:
+            raise RuntimeError(f"the model {model_id} is not in memory")
+        return backend
+
     def backends(self) -> list[Backend]:
         """Return the backends of all models in memory (any thread)."""
         return [entry.backend for entry in self._entries.values() if entry.backend is not None]

@@ -21,6 +21,7 @@ from engine_service.engine.loop import Engine
 from engine_service.engine.residence import Models
 from engine_service.engine.sessions import Delta, Order, Session
 from engine_service.errors import GenerationFailed, ModelUnavailable, UnknownModel
+from engine_service.scheduling.baseline import FirstComeFirstServed
 from engine_service.scheduling.invariants import check
 from engine_service.scheduling.model import ModelId, Policy, ResidencyPolicy, ResidentId, WorkloadClass
 from engine_service.scheduling.residency import Residence
@@ -240,6 +241,26 @@ async def test_names_are_known_or_refused_with_those_that_are() -> None:
         assert engine.model_named("b") == B
         with pytest.raises(UnknownModel, match="'c' is not served here; these are: 'a', 'b'"):
             engine.model_named("c")
+
+
+async def test_first_come_first_served_takes_turns_between_models_too() -> None:
+    """The yardstick switches as well, so that it can be compared."""
+    rules = ResidencyPolicy(min_stay_s=0.2, patience_s=0.05, drain_s=0.05)
+    models = Models({A: Source("a"), B: Source("b")}, policy=rules)
+    engine = Engine(
+        models.open_first(),
+        residents=RESIDENTS,
+        models=models,
+        scheduler=FirstComeFirstServed(POLICY),
+    )
+    await engine.start()
+    try:
+        long = asyncio.create_task(read(await ask(engine, "a", tokens=300)))
+        assert await answer(engine, "b")
+        assert not long.done()
+        assert len((await long)[0]) == 300
+    finally:
+        await engine.stop(drain_s=0)
 
 
 async def test_who_gives_up_waiting_for_a_model_calls_the_switch_off() -> None:
