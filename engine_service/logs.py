@@ -1,6 +1,7 @@
 """Log lines of the engine process: plain text or one JSON object per line, on standard error.
 
-Decides only the form. What is logged names requests, residents and times, never what anybody said.
+Decides only the form. What is logged names requests, residents and times, and what anybody said only where
+the settings ask for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Final
 
+from engine_service import texts
 from engine_service.settings import LogFormat, LogSettings
 
 _DETAILS: Final = ("request_id", "resident", "workload_class")
@@ -46,3 +48,4 @@ def set_up_logging(settings: LogSettings) -> None:
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+    texts.log_texts(settings.texts)

@@ -199,6 +199,7 @@ class LogSettings:
 
     level: str = "info"
     format: LogFormat = LogFormat.TEXT
+    texts: bool = False  #: prompts and answers, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,7 +461,12 @@ _FILE: Final = table(
             what="key",
         ),
         vol.Optional("log"): table(
-            {vol.Optional("level"): one_of(_LEVELS), vol.Optional("format"): member(LogFormat)}, what="key"
+            {
+                vol.Optional("level"): one_of(_LEVELS),
+                vol.Optional("format"): member(LogFormat),
+                vol.Optional("texts"): boolean,
+            },
+            what="key",
         ),
     },
     what="table",

@@ -12,9 +12,10 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
+from engine_service import texts
 from engine_service.chat.chosen import Chosen
 from engine_service.chat.sampling import sampling_for
-from engine_service.engine.sessions import Finished, Order, Session, SessionEvent
+from engine_service.engine.sessions import Delta, Finished, Order, Session, SessionEvent
 from engine_service.errors import EngineError, InvalidRequest
 from engine_service.protocol import ChatRequest, CompletionRequest, Extension, Message, Options
 from engine_service.scheduling.model import RequestId
@@ -137,6 +138,9 @@ async def ordered(service: Service, plan: Plan) -> tuple[Running, Reply]:
         caller=plan.caller,
         prompt_tokens=len(plan.order.prompt_ids) - plan.num_written,
     )
+    if texts.are_logged():
+        prompt = plan.model.language.tokenizer.decode(plan.order.prompt_ids)
+        texts.log(session.request_id, "prompt", prompt)
     return Running(session, plan.caller, service.meters), plan.reply(head)
 
 
@@ -149,6 +153,7 @@ class Running:
         self._caller = caller
         self._meters = meters
         self._outcome = "cancelled"
+        self._said: list[str] = []  #: the answer, where texts are logged
 
     @property
     def request_id(self) -> RequestId:
@@ -164,6 +169,8 @@ class Running:
         """Yield the session's events; raise the EngineError that ended it."""
         try:
             async for event in self._session.events():
+                if isinstance(event, Delta) and texts.are_logged():
+                    self._said.append(event.text)
                 if isinstance(event, Finished):
                     self._outcome = "finished"
                     self._meters.finished(self._caller, event.timings)
@@ -178,6 +185,8 @@ class Running:
             self._session.cancel()
         if self._outcome != "finished":
             self._meters.ended(self._caller, self._outcome)
+        if self._said:
+            texts.log(self._session.request_id, "answer", "".join(self._said))
         _LOGGER.info(
             "Request %s of %s (%s) %s",
             self._session.request_id,
