@@ -47,8 +47,8 @@ class GatedJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     def __init__(
         self, generation: Generation, generator: GatedGenerator, mask: MaskFilter | None = None
     ) -> None:
-        """Begin with the prompt and no pages."""
-        prompt = torch.tensor([generation.order.prompt_ids], dtype=torch.long)
+        """Begin with the prompt, an answer handed over with it, and no pages."""
+        prompt = torch.from_numpy(generation.tokens(0, generation.num_tokens)).long()[None]
         self.samples_nothing = generation.order.max_tokens == 0
         if self.samples_nothing:
             # The library leaves a sequence's last token to the decode pass; where there is none, a token
