@@ -33,6 +33,7 @@ EXAMPLES: Final = {
     "server.users": '{ "alice@example.org" = "alice" }',
     "server.announce": "true",
     "server.webhook_hosts": '["homeassistant.local"]',
+    "server.webhook_secret": '"another-16-characters-or-more"',
     "server.tls_certificate": '"certificate.pem"',
     "server.tls_key": '"key.pem"',
     "model.path": '"models/some-model.gguf"',
