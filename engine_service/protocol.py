@@ -7,10 +7,12 @@ files under tests/contract hold both sides of the wire together.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -44,6 +46,9 @@ T = TypeVar("T")
 MAX_STOPS: Final = 16
 MAX_TOOLS: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
+MAX_PICTURES: Final = 8
+MAX_PICTURE_BYTES: Final = 8 * 2**20
+PICTURE_TYPES: Final = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +91,26 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PictureFile:
+    """A picture as it was sent, and where it stands in the text of its message."""
+
+    media_type: str
+    file: bytes = field(repr=False)
+    place: int  #: characters of the text before it
+
+    def as_wire(self) -> dict[str, Any]:
+        """Return the part of a message as it is sent."""
+        url = f"data:{self.media_type};base64,{base64.b64encode(self.file).decode('ascii')}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One entry of the conversation."""
 
     role: str
     content: str | None = None
+    pictures: tuple[PictureFile, ...] = ()  #: in their order; of a user only
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
@@ -104,7 +124,18 @@ class Message:
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content,
         }
-        return {"role": self.role, "content": self.content} | _without_none(optional)
+        return {"role": self.role, "content": self._content_as_wire()} | _without_none(optional)
+
+    def _content_as_wire(self) -> str | list[dict[str, Any]] | None:
+        if not self.pictures:
+            return self.content
+        content, parts, end = self.content or "", [], 0
+        for picture in self.pictures:
+            if picture.place > end:
+                parts.append({"type": "text", "text": content[end : picture.place]})
+                end = picture.place
+            parts.append(picture.as_wire())
+        return parts if end == len(content) else [*parts, {"type": "text", "text": content[end:]}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,27 +491,89 @@ described(
 _TEXT_PART: Final = table({vol.Required("type"): one_of(["text"]), vol.Required("text"): text()})
 
 
-def _content(value: Any) -> str:
+def _picture_url(value: Any) -> PictureFile:
+    """Return the picture in a data: URL. No message repeats any of it."""
+    url: str = text()(value)
+    head, comma, data = url.partition(",")
+    scheme, _, described_as = head.partition(":")
+    if scheme.lower() != "data" or not comma:
+        raise vol.Invalid(
+            "must hold the picture itself (data:image/jpeg;base64,…): this engine fetches nothing, "
+            "so it takes no http: or https: address"
+        )
+    media_type, *parameters = described_as.lower().split(";")
+    if media_type not in PICTURE_TYPES or parameters[-1:] != ["base64"]:
+        known = ", ".join(PICTURE_TYPES)
+        raise vol.Invalid(f"must be data:TYPE;base64,… with one of the types {known}")
+    if len(data) * 3 // 4 > MAX_PICTURE_BYTES:
+        raise vol.Invalid(f"must be a picture of at most {MAX_PICTURE_BYTES} bytes")
+    try:
+        file = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise vol.Invalid("must have base64 after the comma, without blanks or line breaks") from None
+    if not file:
+        raise vol.Invalid("must have a picture after the comma; there is nothing")
+    return PictureFile(media_type=media_type, file=file, place=0)
+
+
+described(
+    _picture_url,
+    lambda: {"type": "string", "pattern": f"^data:({'|'.join(PICTURE_TYPES)});base64,[A-Za-z0-9+/]+=*$"},
+)
+
+_PICTURE_PART: Final = table(
+    {
+        vol.Required("type"): one_of(["image_url"]),
+        vol.Required("image_url"): table(
+            {
+                vol.Required("url"): _picture_url,
+                vol.Optional("detail"): or_none(one_of(["auto", "low", "high"])),
+            }
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a message says and shows."""
+
+    text: str
+    pictures: tuple[PictureFile, ...] = ()
+
+
+def _content(value: Any) -> _Content:
     if isinstance(value, str):
-        return str(text()(value))
+        return _Content(str(text()(value)))
     if not isinstance(value, list):
-        raise vol.Invalid(f"must be a string or a list of text parts, not {shown(value)}")
-    return "".join(list_of(_part)(value))
+        raise vol.Invalid(f"must be a string or a list of parts, not {shown(value)}")
+    said, pictures = "", []
+    for part in list_of(_part)(value):
+        if isinstance(part, PictureFile):
+            pictures.append(replace(part, place=len(said)))
+        else:
+            said += part
+    return _Content(said, tuple(pictures))
 
 
 described(_content, lambda: {"anyOf": [{"type": "string"}, {"type": "array", "items": schema_of(_part)}]})
 
 
-def _part(value: Any) -> str:
+def _part(value: Any) -> str | PictureFile:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
-        raise vol.Invalid(
-            f'must be {{"type": "text", "text": …}} (this engine reads text), not {shown(value)}'
-        )
-    return str(_TEXT_PART(value)["text"])
+    if kind == "text":
+        return str(_TEXT_PART(value)["text"])
+    if kind == "image_url":
+        picture: PictureFile = _PICTURE_PART(value)["image_url"]["url"]
+        return picture
+    # What the part holds is not repeated: it may be a picture under another name.
+    raise vol.Invalid(
+        'must be {"type": "text", "text": …} or {"type": "image_url", "image_url": {"url": "data:…"}}, '
+        f"not of the type {shown(kind)}"
+    )
 
 
-described(_part, lambda: schema_of(_TEXT_PART))
+described(_part, lambda: {"anyOf": [schema_of(_TEXT_PART), schema_of(_PICTURE_PART)]})
 
 
 def _arguments(value: Any) -> str:
@@ -545,9 +638,12 @@ def _message(value: Any) -> Message:
         raise vol.Invalid("belongs to messages of the role assistant only", path=["tool_calls"])
     if content is None and not calls:
         raise vol.Invalid("is missing", path=["content"])
+    if content is not None and content.pictures and role != "user":
+        raise vol.Invalid("may have pictures in messages of the role user only", path=["content"])
     return Message(
         role=role,
-        content=content,
+        content=None if content is None else content.text,
+        pictures=() if content is None else content.pictures,
         name=raw.get("name"),
         tool_calls=tuple(
             ToolCall(call_id=c["id"], name=c["function"]["name"], arguments=c["function"]["arguments"])
@@ -1040,6 +1136,11 @@ def parse_chat_request(value: Any) -> ChatRequest:
     _check_choice(choice, named, tools)
     if raw.get("top_logprobs") is not None and not raw.get("logprobs"):
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    num_pictures = sum(len(message.pictures) for message in raw["messages"])
+    if num_pictures > MAX_PICTURES:
+        raise InvalidRequest(
+            f"messages must have at most {MAX_PICTURES} pictures in all, not {num_pictures}", param="messages"
+        )
     raw["max_tokens"] = raw.get("max_completion_tokens") or raw.get("max_tokens")
     return ChatRequest(
         messages=tuple(raw["messages"]),
@@ -1105,6 +1206,8 @@ _PLAIN_OPTIONS: Final = (
 def parse_prefix_request(value: Any) -> PrefixRequest:
     """Return the message of POST /v1/prefix; raise InvalidRequest naming the field."""
     raw = _checked(_PREFIX, value)
+    if any(message.pictures for message in raw["messages"]):
+        raise InvalidRequest("messages must have no pictures: a prefix is text", param="messages")
     return PrefixRequest(
         messages=tuple(raw["messages"]),
         tools=raw.get("tools") or (),

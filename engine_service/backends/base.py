@@ -44,6 +44,34 @@ class InvalidConstraint(ValueError):
     """The caller's schema, regex or grammar cannot be compiled; the message says where."""
 
 
+class InvalidPicture(ValueError):
+    """The caller's picture cannot be looked at; the message says why and shows nothing of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture as one model will look at it."""
+
+    num_tokens: int  #: that it takes in a prompt
+    width: int
+    height: int
+    pixels: bytes = field(repr=False)  #: red, green and blue of every pixel, row by row
+    digest: bytes  #: the same for the same pixels and size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPicture:
+    """A picture and where it stands in a prompt."""
+
+    start: int  #: index in prompt_ids of its first token; placeholders stand there, one per token
+    picture: Picture
+
+    @property
+    def end(self) -> int:
+        """Index of the first token behind it."""
+        return self.start + self.picture.num_tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
     """A grammar the output must match. `text` is JSON for a schema, else the regex or lark source."""
@@ -102,6 +130,7 @@ class GenerationOrder:
     constraint: Constraint | None = None
     keep_prefix: bool = False  #: keep the computed prompt as a pinned prefix when done
     wants_embedding: bool = False  #: of the prompt; only with max_tokens 0, where `ModelInfo.can_embed`
+    pictures: tuple[PlacedPicture, ...] = ()  #: in their order, where `ModelInfo.can_see`
     ignore_eos: bool = False  #: generate max_tokens whatever the model says (benchmarks)
 
 
@@ -118,6 +147,7 @@ class ModelInfo:
     eos_text: str = ""
     can_embed: bool = False
     embedding_size: int = 0  #: numbers in an embedding
+    can_see: bool = False  #: pictures
     backend: str = ""  #: "llama_cpp", "simulated", ...
     parking_bytes: int = 0  #: most host memory, beside the cache, that idle conversations are kept in
 
@@ -175,6 +205,19 @@ class Tokenizer(Protocol):
         ...
 
 
+class Eye(Protocol):
+    """What is known of a model's sight without its weights. Thread-safe."""
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token that stands in a prompt for every token of a picture."""
+        ...
+
+    def look(self, file: bytes) -> Picture:
+        """Read a picture's file; raise InvalidPicture for what is none, is damaged or cannot be fitted."""
+        ...
+
+
 class Backend(Protocol):
     """One model on one device, driven iteration by iteration."""
 
@@ -186,6 +229,11 @@ class Backend(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (any thread)."""
+        ...
+
+    @property
+    def eye(self) -> Eye | None:
+        """What reads pictures for the model (any thread); None where `info.can_see` is False."""
         ...
 
     @property
@@ -205,7 +253,8 @@ class Backend(Protocol):
         """Give the request a sequence; return how many leading tokens need not be computed.
 
         reserved_tokens is the total of token slots it may fill until `grow` (pinned prefix included). At
-        least one prompt token is always left to compute.
+        least one prompt token is always left to compute. Pictures that the device does not know yet are
+        encoded here, which may take longer than an iteration.
         """
         ...
 
@@ -271,6 +320,7 @@ class Language:
     tokenizer: Tokenizer
     capacity: Capacity  #: what the model will offer once it is loaded
     validate: Callable[[GenerationOrder], None]  #: as `Backend.validate`
+    eye: Eye | None = None  #: as `Backend.eye`
 
 
 class ModelSource(Protocol):

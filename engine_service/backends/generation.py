@@ -39,6 +39,7 @@ class Vocabulary:
     end_ids: frozenset[int]  #: tokens that end an output
     token_bytes: Callable[[int], bytes]  #: what a token shows; empty for control tokens
     max_context_tokens: int  #: prompt plus output
+    can_see: bool = False  #: pictures
 
 
 class Generation:
@@ -167,11 +168,25 @@ def check_order(order: GenerationOrder, vocabulary: Vocabulary) -> None:
         raise ValueError("an embedding is made of a prompt alone: with max_tokens 0, not kept as a prefix")
     if min(order.prompt_ids) < 0 or max(order.prompt_ids) >= vocabulary.size:
         raise ValueError(f"the prompt has token ids outside 0 to {vocabulary.size - 1}")
+    _check_pictures(order, vocabulary)
     if num_prompt + min(order.max_tokens, 1) > vocabulary.max_context_tokens:
         raise ValueError(
             f"a prompt of {num_prompt} tokens leaves no room for an answer in a context of "
             f"{vocabulary.max_context_tokens} tokens"
         )
+
+
+def _check_pictures(order: GenerationOrder, vocabulary: Vocabulary) -> None:
+    if not order.pictures:
+        return
+    if not vocabulary.can_see:
+        raise ValueError("this model cannot look at pictures")
+    if order.keep_prefix:
+        raise ValueError("a prompt with pictures cannot be kept as a prefix")
+    ends = [0, *(placed.end for placed in order.pictures)]
+    starts = [*(placed.start for placed in order.pictures), len(order.prompt_ids)]
+    if any(start < end for end, start in zip(ends, starts, strict=True)):
+        raise ValueError("pictures must stand one behind the other, within the prompt")
 
 
 def common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:

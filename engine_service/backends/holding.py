@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_service.backends.base import ChunkOrder, FinishReason, GenerationOrder, SequenceOutcome
+from engine_service.backends.base import ChunkOrder, Eye, FinishReason, GenerationOrder, SequenceOutcome
 from engine_service.backends.generation import Generation, Matcher, Vocabulary, as_tokens
 from engine_service.backends.prefixes import PrefixStore
 from engine_service.backends.sampling import Floats
@@ -106,6 +106,11 @@ class RequestHolder:
     def request_ids(self) -> tuple[RequestId, ...]:
         """Every request that is known, preempted ones included."""
         return tuple(self._live)
+
+    @property
+    def eye(self) -> Eye | None:
+        """What reads pictures for the model (any thread): nothing, unless a subclass says otherwise."""
+        return None
 
     @property
     def max_pinned(self) -> int:

@@ -26,7 +26,7 @@ class Chosen:
 
 def prepared(model_id: ModelId, language: Language) -> Chosen:
     """Return a model ready to be asked; raise ModelError if its chat template cannot be read."""
-    conversation = Conversation(language.info, language.tokenizer)
+    conversation = Conversation(language.info, language.tokenizer, language.eye)
     return Chosen(model_id=model_id, language=language, conversation=conversation)
 
 

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from engine_service.backends.base import Constraint, ModelInfo, Tokenizer
+from engine_service.backends.base import Constraint, Eye, ModelInfo, PlacedPicture, Tokenizer
 from engine_service.chat import structured, tools
 from engine_service.chat.parsing import CallStyle, OutputParser
+from engine_service.chat.pictures import Album
 from engine_service.chat.template import ChatTemplate
-from engine_service.errors import InvalidRequest
+from engine_service.errors import InvalidRequest, NotSupported
 from engine_service.protocol import ChatRequest, Message, PrefixRequest, Tool
 
 Dict = dict[str, Any]
@@ -37,22 +38,28 @@ class Prepared:
     constraint: Constraint | None
     parser: OutputParser
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 class Conversation:
     """Prepares chat requests for one model."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer):
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, eye: Eye | None = None):
         """Compile the model's template; raise ModelError if that is not one."""
+        self._info = info
+        self._eye = eye
         self._template = ChatTemplate(info.chat_template, bos_text=info.bos_text, eos_text=info.eos_text)
         self._tokenizer = tokenizer
 
     def prepare(self, request: ChatRequest) -> Prepared:
         """Return prompt, grammar and parser; raise InvalidRequest naming what the model cannot take."""
         offered = () if request.tool_choice == "none" else request.tools
-        text = self._render(request.messages, offered, request.thinking)
+        album = self._album(request.messages)
+        text = self._render(album.messages if album else request.messages, offered, request.thinking)
+        prompt_ids, pictures = album.encode(text, self._tokenizer) if album else (self.text_ids(text), ())
         return Prepared(
-            prompt_ids=tuple(self._tokenizer.encode(text, parse_special=True)),
+            prompt_ids=prompt_ids,
+            pictures=pictures,
             constraint=self._constraint(request, offered),
             parser=OutputParser(
                 style=self._style(request, offered),
@@ -61,6 +68,18 @@ class Conversation:
             ),
             logit_bias=self._bias(request, offered),
         )
+
+    def _album(self, messages: Sequence[Message]) -> Album | None:
+        """Return the pictures of the messages, None without; raise NotSupported where nobody sees them."""
+        if not any(message.pictures for message in messages):
+            return None
+        if self._eye is None:
+            raise NotSupported(
+                f"the model {self._info.name!r} cannot look at pictures on the backend "
+                f"{self._info.backend!r}; GET /v1/engine says `can_see`",
+                param="messages",
+            )
+        return Album(messages, self._eye)
 
     def prefix_ids(self, request: PrefixRequest) -> tuple[int, ...]:
         """Return the tokens with which every later prompt of these messages and tools begins."""

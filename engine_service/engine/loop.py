@@ -382,6 +382,7 @@ class Engine:
             tokenizer=self._tokenizer,
             capacity=backend.capacity,
             validate=lambda order: self._backend.validate(order),
+            eye=backend.eye,
         )
 
     @property
@@ -615,6 +616,7 @@ class Engine:
             keep_prefix=order.keep_prefix,
             wants_embedding=order.wants_embedding,
             ignore_eos=order.ignore_eos,
+            pictures=order.pictures,
         )
         request = Request(
             request_id=request_id,
@@ -892,6 +894,7 @@ class Engine:
 
     def _admit(self, live: _Live, reserved_tokens: int) -> None:
         request_id = live.request.request_id
+        began = self._clock()
         if live.was_preempted:
             cached = self._backend.resume(request_id, reserved_tokens=reserved_tokens)
         else:
@@ -901,6 +904,8 @@ class Engine:
         live.is_on_backend = True
         live.stored = cached
         now = self._clock()
+        if live.order.pictures:
+            self._observer.saw(len(live.order.pictures), seconds=now - began)
         if live.admitted_at is None:
             live.admitted_at = now
             live.total_cached = live.high_water = cached

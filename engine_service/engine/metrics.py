@@ -10,6 +10,8 @@ Definitions
   the residents with demand in the window.
 * bound used: the widest difference in service between two who wait in the same class, as part of what the
   core allows (`invariants.bound_used`). Longest iteration: of the window.
+* pictures, picture_s: pictures of admitted requests, ever, and the seconds in which their admission kept all
+  others waiting; what is still at hand from an earlier request takes none.
 * SLO attainment: part of the answers of the window that kept their class's targets (`scheduling.targets`).
   What failed did not, nor did what was given up after the first token was due.
 * switch_s: seconds, ever, in which nobody could be served because another model was to serve.
@@ -104,6 +106,8 @@ class Observer:
     _tokens: WindowSum = field(init=False)
     _iterations: WindowedMaximum = field(init=False)
     _last_tokens: int = 0
+    _num_pictures: int = 0
+    _picture_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Open the windows."""
@@ -123,6 +127,11 @@ class Observer:
     def waited(self, resident_id: ResidentId, seconds: float, *, now: float) -> None:
         """Note the time a request of the resident spent waiting before it was admitted."""
         self._share(resident_id).waited_ms.add(int(seconds * 1000), now=now)
+
+    def saw(self, num_pictures: int, *, seconds: float) -> None:
+        """Note an admission of a request with pictures, and how long it took."""
+        self._num_pictures += num_pictures
+        self._picture_s += seconds
 
     def answered(self, class_id: WorkloadClass, *, is_met: bool, now: float) -> None:
         """Note whether a request of a class with targets kept them (the caller holds the observer still)."""
@@ -199,6 +208,8 @@ class Observer:
             "tokens_served": sum(a.tokens_served for a in state.class_accounts.values()),
             "recomputed_tokens": state.recomputed_tokens,
             "switch_s": round(state.switch_micros / MICRO, 3),
+            "pictures": self._num_pictures,
+            "picture_s": round(self._picture_s, 3),
             "paused_classes": list(state.policy.paused_classes),
             "policy_met": not notes,
             "policy_notes": notes,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from engine_service.backends.base import Constraint, FinishReason, Sampling, TokenLogprob
+from engine_service.backends.base import Constraint, FinishReason, PlacedPicture, Sampling, TokenLogprob
 from engine_service.errors import EngineError
 from engine_service.scheduling.model import THE_MODEL, ModelId, RequestId, ResidentId, WorkloadClass
 
@@ -32,6 +32,7 @@ class Order:
     keep_prefix: bool = False
     wants_embedding: bool = False  #: of the prompt, instead of an answer
     ignore_eos: bool = False
+    pictures: tuple[PlacedPicture, ...] = ()  #: in the prompt, where placeholders stand for them
     model_id: ModelId = THE_MODEL  #: the model that is to answer; THE_MODEL: the engine's first
 
 

@@ -82,6 +82,7 @@ class ModelDesk:
                 "backend": status.info.backend if status.info else None,
                 "max_context_tokens": status.info.max_context_tokens if status.info else None,
                 "can_embed": status.info.can_embed if status.info else False,
+                "can_see": status.info.can_see if status.info else False,
                 "error": status.trouble,
             },
         }

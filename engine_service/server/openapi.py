@@ -129,6 +129,7 @@ _MODEL: Final = _message(
         backend=or_none(_TEXT),
         max_context_tokens=or_none(_COUNT),
         can_embed=boolean,
+        can_see=boolean,
         error=or_none(_TEXT),
     ),
 )
@@ -189,6 +190,7 @@ ANSWERS: Final[Mapping[str, Validator]] = {
         max_context_tokens=_COUNT,
         max_sequences=_COUNT,
         can_embed=boolean,
+        can_see=boolean,
         policy=_TEXT,
         scopes=_SCOPES,
     ),

@@ -51,7 +51,7 @@ async def plan_chat(service: Service, message: ChatRequest, caller: Extension) -
     bias = {**prepared.logit_bias, **options.logit_bias}
     order = _order(replace(options, logit_bias=bias), caller, prepared.prompt_ids, model)
     return Plan(
-        order=replace(order, constraint=prepared.constraint),
+        order=replace(order, constraint=prepared.constraint, pictures=prepared.pictures),
         caller=caller,
         model=model,
         reply=lambda head: ChatReply(head, prepared.parser, include_usage=options.include_usage),
@@ -111,8 +111,9 @@ def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...], mod
 
 
 def length_of(messages: tuple[Message, ...]) -> int:
-    """Return how many characters the messages say."""
-    return sum(len(message.content or "") for message in messages)
+    """Return how many characters the messages say; a picture counts as more than any text."""
+    num_pictures = sum(len(message.pictures) for message in messages)
+    return sum(len(message.content or "") for message in messages) + num_pictures * (_LONG_CHARACTERS + 1)
 
 
 async def off_loop(num_characters: int, prepare: Callable[[], T]) -> T:

@@ -19,6 +19,7 @@ from typing import Any, Final
 from engine_service.backends.base import (
     BackendError,
     ChunkOrder,
+    Eye,
     FinishReason,
     GenerationOrder,
     ModelInfo,
@@ -30,6 +31,7 @@ from engine_service.backends.exllamav2.generator import GatedGenerator
 from engine_service.backends.exllamav2.job import GatedJob
 from engine_service.backends.exllamav2.masks import MaskFilter, PreparedMatcher
 from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
+from engine_service.backends.exllamav2.vision import Sight
 from engine_service.backends.generation import Generation, Matcher, Vocabulary
 from engine_service.backends.grammar import GrammarCompiler
 from engine_service.backends.holding import Live, Part, RequestHolder
@@ -53,6 +55,8 @@ class Loaded:
     draft_model: Any = None
     draft_cache: Any = None
     loras: tuple[Any, ...] = ()
+    tower: Any = None  #: ExLlamaV2VisionTower; with `eye`
+    eye: Eye | None = None
 
 
 @dataclass(slots=True)
@@ -87,7 +91,12 @@ class ExLlamaV2Backend(RequestHolder):
         _check_chunk(chunk_tokens, loaded.model.config.max_input_len)
         if max_sequences < 1:
             raise ValueError(f"max_sequences must be >= 1, not {max_sequences}")
+        if loaded.eye is not None and loaded.draft_model is not None:
+            raise ValueError("a model that looks at pictures cannot have another one draft for it")
         self._loaded = loaded
+        self._sight: Sight | None = None
+        if loaded.eye is not None:
+            self._sight = Sight(loaded.tower, loaded.model, loaded.tokenizer)
         self._generator = GatedGenerator(
             model=loaded.model,
             cache=loaded.cache,
@@ -117,6 +126,7 @@ class ExLlamaV2Backend(RequestHolder):
             end_ids=loaded.texts.end_ids,
             token_bytes=loaded.texts.token_bytes,
             max_context_tokens=self._capacity.max_context_tokens,
+            can_see=loaded.eye is not None,
         )
         super().__init__(
             vocabulary=vocabulary,
@@ -154,6 +164,7 @@ class ExLlamaV2Backend(RequestHolder):
             bos_text=texts.bos_text,
             eos_text=texts.eos_text,
             backend="exllamav2",
+            can_see=self._loaded.eye is not None,
         )
 
     # -- facts -----------------------------------------------------------------------------------------
@@ -167,6 +178,11 @@ class ExLlamaV2Backend(RequestHolder):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (any thread)."""
         return self._loaded.texts
+
+    @property
+    def eye(self) -> Eye | None:
+        """What reads pictures for the model (any thread)."""
+        return self._loaded.eye
 
     @property
     def capacity(self) -> Capacity:
@@ -213,7 +229,10 @@ class ExLlamaV2Backend(RequestHolder):
             else:
                 assert not job.pages
             ids = live.generation.tokens(0, live.generation.num_tokens).tolist()
-            assert job.token_ids[0, : len(ids)].tolist() == ids
+            stored = job.token_ids[0, : len(ids)].tolist()
+            for placed in live.generation.order.pictures:
+                stored[placed.start : placed.end] = ids[placed.start : placed.end]
+            assert stored == ids
         self._pages.check(jobs, [pinned.pages for pinned in self._pinned.values()])
         assert self._jobs.keys() == self._live.keys()
         used = [live.sequence_id for live in self._live.values() if live.holds_cells]
@@ -244,6 +263,8 @@ class ExLlamaV2Backend(RequestHolder):
     def close(self) -> None:
         """Free the device."""
         self._generator.close()
+        if self._sight is not None:
+            self._sight.close()
         unload = getattr(self._loaded.model, "unload", None)
         if unload is not None:
             unload()
@@ -289,6 +310,7 @@ class ExLlamaV2Backend(RequestHolder):
         if not self._free_ids:
             raise ValueError(f"{self._max_sequences} requests hold a sequence already")
         job = self._jobs.get(live.request_id) or self._new_job(live.generation)
+        job.find_positions()
         limit = min(job.most_reusable, reserved_tokens)
         self._pages.place(job, num_pages=self._pages_for(reserved_tokens), limit=limit)
         self._jobs[live.request_id] = job
@@ -300,7 +322,9 @@ class ExLlamaV2Backend(RequestHolder):
         # A greedy output asks for the best token only, which needs no mask.
         if isinstance(matcher, PreparedMatcher) and generation.order.sampling.temperature > 0:
             mask = MaskFilter(self._loaded.model, self._loaded.tokenizer, matcher)
-        return GatedJob(generation, self._generator, mask)
+        sight = self._sight
+        encoded = [] if sight is None else [sight.encoded(p.picture) for p in generation.order.pictures]
+        return GatedJob(generation, self._generator, mask, encoded)
 
     def _pages_for(self, reserved_tokens: int) -> int:
         return min(self._pages.pages_for(reserved_tokens + self._num_draft), int(self._generator.max_pages))
@@ -409,6 +433,7 @@ class ExLlamaV2Backend(RequestHolder):
                 self._restore(self._jobs[live.request_id], live.num_stored, self._pages_for(live.reserved))
 
     def _restore(self, job: GatedJob, num_tokens: int, num_pages: int) -> None:
+        job.find_positions()
         self._pages.place(job, num_pages=num_pages, limit=num_tokens)
         self._generator.compute_again(job, num_tokens)
 

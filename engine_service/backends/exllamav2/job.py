@@ -9,15 +9,17 @@ back by itself.
 
 Source: `ExLlamaV2DynamicJob` of exllamav2 0.3.2. Overridden: `prefill` (chunks of any size, ended by us),
 `is_prefill_done` (who samples), `receive_logits` (sampling), `receive_sample` (two guards),
-`deallocate_pages`.
+`deallocate_pages`. Where the prompt has placeholders for a picture, the sequence has that picture's ids.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from exllamav2 import mrope
 from exllamav2.ext import none_tensor
 from exllamav2.generator import ExLlamaV2Sampler
 from exllamav2.generator.dynamic import ExLlamaV2DynamicJob
@@ -45,10 +47,16 @@ class GatedJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     """A request's sequence in the generator. Created once; survives preemption."""
 
     def __init__(
-        self, generation: Generation, generator: GatedGenerator, mask: MaskFilter | None = None
+        self,
+        generation: Generation,
+        generator: GatedGenerator,
+        mask: MaskFilter | None = None,
+        encoded: Sequence[Any] = (),
     ) -> None:
-        """Begin with the prompt, an answer handed over with it, and no pages."""
+        """Begin with all tokens so far and no pages; encoded are the prompt's pictures, in their order."""
         prompt = torch.from_numpy(generation.tokens(0, generation.num_tokens)).long()[None]
+        for placed, embedding in zip(generation.order.pictures, encoded, strict=True):
+            prompt[:, placed.start : placed.end] = embedding.get_ids_tensor()
         self.samples_nothing = generation.order.max_tokens == 0
         if self.samples_nothing:
             # The library leaves a sequence's last token to the decode pass; where there is none, a token
@@ -59,6 +67,7 @@ class GatedJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             max_new_tokens=-1 if self.samples_nothing else 0,
             gen_settings=ExLlamaV2Sampler.Settings.greedy(),
             filters=[mask] if mask is not None else None,
+            embeddings=list({id(embedding): embedding for embedding in encoded}.values()),
         )
         self.prepare_for_queue(generator, generator.job_serial)
         generator.job_serial += 1
@@ -107,6 +116,19 @@ class GatedJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         sequence = self.sequence
         sequence.allocated_pages, sequence.block_index_tensor = [], None
         sequence.kv_position, sequence.prefill_complete = 0, False
+
+    def find_positions(self) -> None:
+        """Compute where every token stands for a model that places pictures in rows and columns.
+
+        The library does so for a prompt only; one that is computed again may have output behind it.
+        """
+        config = self.generator.model.config
+        if not self.embeddings or not config.arch.lm.mrope:
+            return
+        length = int(self.token_ids.shape[-1])
+        tables, end = mrope.gen_mrope_embed(config, self.token_ids, self.embeddings, length)
+        self.alt_rope_embed = {"cpu": tables}
+        self.alt_rope_offset = end - length
 
     def begin(self, *, chunk_end: int, may_sample: bool, room: int) -> None:
         """Say what the next iteration does with this job."""

@@ -26,6 +26,8 @@ from engine_service.scheduling.model import Capacity
 
 if TYPE_CHECKING:
     from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
+    from engine_service.backends.exllamav2.eye import DirectoryEye
+    from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
 
 Progress = Callable[[str], None]
 
@@ -153,6 +155,7 @@ class ExLlamaV2Source:
             mixes_prefill_and_decode=False,
         )
         grammars = GrammarCompiler(texts.vocab_size, texts.grammar_tokenizer)
+        eye = _eye(directory, texts, self._options)
 
         def validate(order: GenerationOrder) -> None:
             if order.constraint is not None:
@@ -167,8 +170,9 @@ class ExLlamaV2Source:
             bos_text=texts.bos_text,
             eos_text=texts.eos_text,
             backend="exllamav2",
+            can_see=eye is not None,
         )
-        return Language(info=info, tokenizer=texts, capacity=capacity, validate=validate)
+        return Language(info=info, tokenizer=texts, capacity=capacity, validate=validate, eye=eye)
 
     def _directory(self) -> Path:
         if self._options.device != "cpu-reference":
@@ -361,12 +365,18 @@ def _load(
             "flash-attn 2.5.7 or later is not usable here: the cache is not paged, and one request runs at a "
             "time; others wait, and a more urgent one takes its place"
         )
+    texts = DirectoryTokenizer(path)
+    eye = _eye(path, texts, options)
     needed = _needed_bytes(path, config, options.cache_type, cache_tokens)
     draft_path, draft_config = options.draft_path, None
     if draft_path is not None:
         draft_config = _config(library, draft_path, options, cache_tokens, max_sequences)
         needed += _needed_bytes(draft_path, draft_config, options.cache_type, cache_tokens)
     _check_memory(torch, needed)
+    # First, so that what the model and its cache take is fitted into what the tower leaves.
+    tower = None if eye is None else _tower(library, config)
+    if config.vision_model_type is not None and (blinds := _blinds(options)):
+        progress(f"{path.name} could look at pictures, but not {blinds}: they are refused")
     model, cache = _into_memory(library, torch, config, options, cache_tokens)
     draft_model = draft_cache = None
     if draft_config is not None:
@@ -377,12 +387,42 @@ def _load(
         model=model,
         cache=cache,
         tokenizer=library.ExLlamaV2Tokenizer(config),
-        texts=DirectoryTokenizer(path),
+        texts=texts,
         draft_model=draft_model,
         draft_cache=draft_cache,
         loras=loras,
+        tower=tower,
+        eye=eye,
     )
     return loaded, paged
+
+
+def _eye(directory: Path, texts: DirectoryTokenizer, options: Options) -> DirectoryEye | None:
+    """Return what reads pictures for a model, None where it sees nothing or is loaded so that it cannot."""
+    from engine_service.backends.exllamav2.eye import eye_of
+
+    return None if _blinds(options) else eye_of(directory, texts)
+
+
+def _blinds(options: Options) -> str:
+    """Return what of the options a model that sees cannot have, empty if nothing."""
+    if options.draft_path is not None:
+        return "with a draft model"
+    if options.tensor_parallel:
+        return "with tensor parallelism"
+    return "on this device" if options.device == "cpu-reference" else ""
+
+
+def _tower(library: Any, config: Any) -> Any:
+    try:
+        tower = library.ExLlamaV2VisionTower(config)
+        tower.load()
+    except Exception as error:  # the library asserts, or misses a key; out of memory is a RuntimeError
+        raise ModelError(
+            f"{config.model_dir}: the part of the model that looks at pictures could not be loaded "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return tower
 
 
 def _cuda() -> Any:

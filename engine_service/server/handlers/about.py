@@ -44,6 +44,7 @@ async def engine(request: web.Request) -> web.StreamResponse:
             "max_context_tokens": offered["max_context_tokens"],
             "max_sequences": offered["max_sequences"],
             "can_embed": service.models.can_embed,
+            "can_see": info.can_see,
             "policy": service.engine.policy_name,
             "scopes": sorted(scope.value for scope in request[CALLER].scopes),
         }
