@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,9 @@ def test_a_body_that_is_no_json_is_refused_with_its_place(body: bytes, message: 
         ({"messages": [{"role": "cat", "content": "x"}]}, "messages[0].role", "must be one of system"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
             "messages[0].content[0]",
-            "reads text",
+            "not of the type 'input_audio'",
         ),
         ({"max_token": 5}, "max_token", "did you mean 'max_tokens'"),
         ({"colour": 5}, "colour", "not a known field"),
@@ -265,3 +266,85 @@ def test_what_people_are_shown_holds_no_control_characters(kind: str, message: o
     with pytest.raises(InvalidRequest, match="must have printable characters only, on one line") as refused:
         PARSERS[kind](message)
     assert refused.value.param == param
+
+
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
+URL = "messages[1].content[1].image_url.url"
+
+
+def showing(*urls: Any, role: str = "user", **more: Any) -> dict[str, Any]:
+    pictures = [{"type": "image_url", "image_url": {"url": url, **more}} for url in urls]
+    content = [{"type": "text", "text": "What is there?"}, *pictures]
+    return {"messages": [*HELLO["messages"], {"role": role, "content": content}]}
+
+
+def test_pictures_stand_where_they_were_sent() -> None:
+    request = protocol.parse_chat_request(json.loads((GOLDEN / "chat_request_pictures.json").read_text()))
+    message = request.messages[1]
+    assert message.content == "Who is at the door? And here?"
+    assert [picture.place for picture in message.pictures] == [19, 29]
+    assert all(picture.file.startswith(b"\x89PNG") for picture in message.pictures)
+
+
+def test_what_a_picture_shows_is_in_no_representation_of_its_request() -> None:
+    request = protocol.parse_chat_request(showing(IMAGE, detail="low"))
+    assert len(request.messages[1].pictures) == 1
+    assert "PNG" not in repr(request)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://example.com/cat.png", "this engine fetches nothing, so it takes no http: or https:"),
+        ("http://192.168.1.2/snapshot.jpg", "fetches nothing"),
+        ("file:///etc/passwd", "must hold the picture itself"),
+        ("", "must hold the picture itself"),
+        ("data:image/png;base64", "must hold the picture itself"),
+        (
+            "data:image/tiff;base64,SUkqAA==",
+            "one of the types image/png, image/jpeg, image/webp, image/gif",
+        ),
+        ("data:text/html;base64,SUkqAA==", "one of the types"),
+        ("data:image/png,%89PNG", "one of the types"),
+        ("data:image/png;base64,", "there is nothing"),
+        ("data:image/png;base64,iVBORw0KGgo", "base64 after the comma"),
+        ("data:image/png;base64,iVBO Rw0KGgo=", "without blanks"),
+        ("data:image/png;base64,ä", "base64 after the comma"),
+        (IMAGE + "A" * (protocol.MAX_PICTURE_BYTES * 4 // 3), f"at most {protocol.MAX_PICTURE_BYTES} bytes"),
+        (5, "must be a string"),
+    ],
+)
+def test_a_picture_that_is_not_in_the_message_or_not_known_is_refused(url: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)) as refused:
+        protocol.parse_chat_request(showing(url))
+    assert refused.value.param == URL
+
+
+def test_a_refusal_repeats_nothing_of_a_picture() -> None:
+    for wrong in (showing("data:image/tiff;base64,c2VjcmV0"), showing("data:image/png;base64,c2VjcmV0!")):
+        with pytest.raises(InvalidRequest) as refused:
+            protocol.parse_chat_request(wrong)
+        assert "c2VjcmV0" not in refused.value.message
+    part = {"type": "image", "source": "c2VjcmV0"}
+    with pytest.raises(InvalidRequest) as refused:
+        protocol.parse_chat_request({"messages": [{"role": "user", "content": [part]}]})
+    assert "c2VjcmV0" not in refused.value.message
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "assistant"])
+def test_only_a_user_shows_pictures(role: str) -> None:
+    with pytest.raises(InvalidRequest, match="of the role user only") as refused:
+        protocol.parse_chat_request(showing(IMAGE, role=role))
+    assert refused.value.param == "messages[1].content"
+
+
+def test_the_number_of_pictures_is_bounded_over_all_messages() -> None:
+    most = showing(*[IMAGE] * protocol.MAX_PICTURES)
+    assert len(protocol.parse_chat_request(most).messages[1].pictures) == protocol.MAX_PICTURES
+    with pytest.raises(InvalidRequest, match="at most 8 pictures in all, not 9"):
+        protocol.parse_chat_request({"messages": most["messages"] + showing(IMAGE)["messages"]})
+
+
+def test_a_prefix_has_no_pictures() -> None:
+    with pytest.raises(InvalidRequest, match="a prefix is text"):
+        protocol.parse_prefix_request(showing(IMAGE))
