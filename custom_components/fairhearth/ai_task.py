@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Final, override
 
 import probatio
 
 from homeassistant.components import ai_task, conversation
 from homeassistant.components.ai_task.evaluation import EvaluationAnswer
+from homeassistant.config_entries import ConfigSubentry
 from homeassistant.const import CONF_MODEL
 from homeassistant.core import Context, HomeAssistant, callback
 from homeassistant.exceptions import HomeAssistantError
@@ -26,6 +28,7 @@ from .entity import AnswerFormat, FairhearthLLMEntity
 from .errors import as_home_assistant_error
 from .evaluation import MOST_ALTERNATIVES, alternatives_of, answer_to, messages_for, odds_of
 from .origin import async_origin_of_task
+from .pictures import async_pictures_of
 
 PARALLEL_UPDATES = 0
 
@@ -44,9 +47,30 @@ async def async_setup_entry(
 class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
     """Generates data in the background of everyone who waits."""
 
-    _attr_supported_features = (
-        ai_task.AITaskEntityFeature.GENERATE_DATA | ai_task.AITaskEntityFeature.EVALUATE
-    )
+    def __init__(self, entry: FairhearthConfigEntry, subentry: ConfigSubentry) -> None:
+        """Offer what the chosen model can do."""
+        super().__init__(entry, subentry)
+        self._attr_supported_features = self._offered()
+
+    def _offered(self) -> ai_task.AITaskEntityFeature:
+        """Return what can be asked; attachments only of a model that sees."""
+        offered = ai_task.AITaskEntityFeature.GENERATE_DATA | ai_task.AITaskEntityFeature.EVALUATE
+        if self.coordinator.can_see(self.subentry.data.get(CONF_MODEL)):
+            offered |= ai_task.AITaskEntityFeature.SUPPORT_ATTACHMENTS
+        return offered
+
+    @override
+    async def async_added_to_hass(self) -> None:
+        """Offer what an engine that comes back can do."""
+        await super().async_added_to_hass()
+        self.async_on_remove(self.coordinator.async_add_listener(self._async_write_offered))
+
+    @callback
+    def _async_write_offered(self) -> None:
+        offered = self._offered()
+        if offered != self._attr_supported_features:
+            self._attr_supported_features = offered
+            self.async_write_ha_state()
 
     @callback
     @override
@@ -79,6 +103,7 @@ class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
     async def _async_evaluate(self, task: ai_task.EvaluationTask) -> ai_task.EvaluationTaskResult:
         """Answer each question with the odds of its alternatives."""
         attribution = self._attribute(async_origin_of_task(_caller.get(), self.coordinator.context_users))
+        pictures = await async_pictures_of(self.hass, task.attachments or ())
         answers: dict[str, EvaluationAnswer] = {}
         for key, question in task.questions.items():
             num_alternatives = len(alternatives_of(question))
@@ -88,7 +113,9 @@ class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
                     translation_key="too_many_alternatives",
                     translation_placeholders={"question": key, "most": str(MOST_ALTERNATIVES)},
                 )
-            words = await self._async_odds(messages_for(question, task.state), attribution)
+            *before, asked = messages_for(question, task.state)
+            messages = (*before, replace(asked, pictures=pictures))
+            words = await self._async_odds(messages, attribution)
             odds = odds_of(num_alternatives, words)
             if odds is None:
                 raise HomeAssistantError(translation_domain=DOMAIN, translation_key="no_answer")

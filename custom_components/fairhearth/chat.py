@@ -9,7 +9,7 @@ word; a tool call starts to run as soon as its delta is seen, so text before it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -26,6 +26,7 @@ from .engine_client import (
     Finished,
     JsonObject,
     Message,
+    Picture,
     ReasoningDelta,
     TextDelta,
     ToolCall,
@@ -46,10 +47,18 @@ ANNOUNCE_AFTER_S: Final = 5.0
 
 type Serializer = Callable[[Any], Any]
 
+type Shown = Mapping[int, tuple[Picture, ...]]
+"""What someone attached, read from disk: pictures by the place of what they said in the chat log."""
 
-def messages_of(contents: Iterable[conversation.Content]) -> tuple[Message, ...]:
+
+def messages_of(contents: Iterable[conversation.Content], shown: Shown | None = None) -> tuple[Message, ...]:
     """Return the chat log as the engine's messages, in order, without what was only said to pass the time."""
-    return tuple(_message_of(content) for content in contents if not is_notice(content))
+    pictures = shown or {}
+    return tuple(
+        _message_of(content, pictures.get(place, ()))
+        for place, content in enumerate(contents)
+        if not is_notice(content)
+    )
 
 
 def is_notice(content: conversation.Content) -> bool:
@@ -57,7 +66,7 @@ def is_notice(content: conversation.Content) -> bool:
     return isinstance(content, conversation.AssistantContent) and content.native is WAIT_NOTICE
 
 
-def _message_of(content: conversation.Content) -> Message:
+def _message_of(content: conversation.Content, pictures: tuple[Picture, ...]) -> Message:
     if isinstance(content, conversation.ToolResultContent):
         return Message(
             role="tool", content=json_dumps(content.result.data), tool_call_id=content.tool_call_id
@@ -71,7 +80,7 @@ def _message_of(content: conversation.Content) -> Message:
                 for call in content.tool_calls or ()
             ),
         )
-    return Message(role=content.role, content=content.content)
+    return Message(role=content.role, content=content.content, pictures=pictures)
 
 
 def tools_of(api: llm.APIInstance | None) -> tuple[ToolSpec, ...]:

@@ -74,6 +74,7 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         self.client = client
         self.context_users = ContextUsers()
         self.policy: Policy | None = None
+        self._models: dict[str, bool] = {}
         self.prompt_tokens: dict[str, int] = {}
         """How long the prompt of each agent is, by subentry, where the engine has counted it."""
         self._structure = structure_of(entry)
@@ -94,6 +95,10 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         """
         told = self.data.engine.max_context_tokens
         return self.engine.max_context_tokens if told is None else told
+
+    def can_see(self, model: str | None) -> bool:
+        """Return whether a model (None: the engine's first) can be shown pictures."""
+        return self.engine.can_see if model is None else self._models.get(model, False)
 
     @override
     async def _async_update_data(self) -> FairnessSnapshot:
@@ -200,7 +205,8 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
         self.engine_device_id = self._async_register_device()
         await self.async_register_residents()
         self.policy = await self._async_read_policy()
-        self.issues.async_check_models(await self.client.models())
+        self._models = await self.client.models()
+        self.issues.async_check_models(self._models)
 
     def _check_identity(self, engine_id: str) -> None:
         expected = self.config_entry.unique_id

@@ -21,7 +21,7 @@ from homeassistant.helpers.entity import Entity
 from homeassistant.helpers.update_coordinator import CoordinatorEntity
 
 from .attribution import Attribution, Origin, after_calls, attribute
-from .chat import deltas, is_notice, messages_of, tools_of
+from .chat import Shown, deltas, is_notice, messages_of, tools_of
 from .const import (
     CONF_CONTEXT_TOKENS,
     CONF_MAX_TOKENS,
@@ -37,6 +37,7 @@ from .coordinator import FairhearthConfigEntry, FairhearthCoordinator
 from .devices import account_key
 from .engine_client import ChatRequest, EngineError, Finished, JsonObject, PromptTooLong
 from .errors import as_home_assistant_error
+from .pictures import async_pictures_of
 from .residents import classes_of, rules_of
 
 MAX_TOOL_ITERATIONS: Final = 10
@@ -167,6 +168,11 @@ class FairhearthLLMEntity(Entity):
     ) -> tuple[str, Finished | None]:
         """Complete the chat log; return the last answer and how it ended. Raises a translated error."""
         last: Finished | None = None
+        shown = {
+            place: await async_pictures_of(self.hass, content.attachments)
+            for place, content in enumerate(chat_log.content)
+            if isinstance(content, conversation.UserContent) and content.attachments
+        }
         for num_rounds in range(MAX_TOOL_ITERATIONS):
             num_before = len(chat_log.content)
             order = ChatRequest(
@@ -183,7 +189,7 @@ class FairhearthLLMEntity(Entity):
                 json_schema=answer_format.schema,
                 thinking=self._thinking,
             )
-            last = await self._async_ask(chat_log, order, wait_notice)
+            last = await self._async_ask(chat_log, order, shown, wait_notice)
             is_empty = len(chat_log.content) == num_before
             if is_empty or not chat_log.unresponded_tool_results:
                 return _text_of(chat_log.content[-1], last), last
@@ -195,12 +201,12 @@ class FairhearthLLMEntity(Entity):
         )
 
     async def _async_ask(
-        self, chat_log: conversation.ChatLog, order: ChatRequest, wait_notice: str | None
+        self, chat_log: conversation.ChatLog, order: ChatRequest, shown: Shown, wait_notice: str | None
     ) -> Finished | None:
         """Ask once and add the answer to the chat log; with fewer turns where it is too much to read."""
         most_turns: int | None = None
         while True:
-            fitted = self._fit(chat_log, order, most_turns)
+            fitted = self._fit(chat_log, order, shown, most_turns)
             request = replace(order, messages=fitted.messages)
             finished: list[Finished] = []
             try:
@@ -219,19 +225,21 @@ class FairhearthLLMEntity(Entity):
             except EngineError as err:
                 raise as_home_assistant_error(err) from err
             last = finished[-1] if finished else None
-            if last is not None and last.tokens is not None:
+            if last is not None and last.tokens is not None and not shown:
                 tokens = last.tokens.prefill + last.tokens.cached
                 self._scale.learn(length_of(request.messages, request.tools), tokens)
             return last
 
-    def _fit(self, chat_log: conversation.ChatLog, order: ChatRequest, most_turns: int | None) -> Fitted:
+    def _fit(
+        self, chat_log: conversation.ChatLog, order: ChatRequest, shown: Shown, most_turns: int | None
+    ) -> Fitted:
         """Return what the model is given to read: what fits beside the tools and the longest answer."""
         reads = self.coordinator.max_context_tokens
         budget = int(self.subentry.data.get(CONF_CONTEXT_TOKENS, reads))
         left = min(budget, reads - (order.max_tokens or 0))
         taken = self._scale.tokens_of(length_of((), order.tools))
         fitted = fit(
-            messages_of(chat_log.content),
+            messages_of(chat_log.content, shown),
             most_characters=self._scale.characters_of(max(0, left - taken)),
             most_turns=most_turns,
         )

@@ -158,7 +158,7 @@ class AgentSubentryFlow(ConfigSubentryFlow):
         """Return the models to choose from; the one that is chosen stays even where it is gone."""
         chosen = [] if self.source == SOURCE_USER else [self._get_reconfigure_subentry().data.get(CONF_MODEL)]
         try:
-            served = await self._get_entry().runtime_data.client.models()
+            served = list(await self._get_entry().runtime_data.client.models())
         except EngineError as err:
             LOGGER.debug("The engine does not say which models it has: %s", err)
             served = []

@@ -91,7 +91,8 @@ def test_answers_about_the_engine_are_read() -> None:
     info = EngineInfo.from_wire(golden("engine"))
     assert info.may("residents")
     assert info.max_context_tokens == 8192
-    assert models_from_wire(golden("models")) == ["SmolLM2-135M-Instruct", "coder"]
+    assert info.can_see is False
+    assert models_from_wire(golden("models")) == {"SmolLM2-135M-Instruct": False, "coder": False}
     assert PrefixPin.from_wire(golden("prefix_response")) == PrefixPin(prefix_tokens=180, computed_tokens=172)
 
 
@@ -107,7 +108,8 @@ def test_a_snapshot_is_read_without_loss() -> None:
     """Every number of the example arrives, but for those the client has no use for."""
     wire = golden("fairness")
     snapshot = asdict(FairnessSnapshot.from_wire(wire))
-    del wire["engine"]["page_tokens"], wire["engine"]["iterations"]
+    for name in ("page_tokens", "iterations", "switch_s", "pictures", "picture_s"):
+        del wire["engine"][name]
     for name in ("policy_notes", "paused_classes"):
         wire["engine"][name] = tuple(wire["engine"][name])
     for rows in (wire["residents"], wire["classes"]):

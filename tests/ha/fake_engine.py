@@ -152,6 +152,8 @@ class FakeEngine:
     schema_version: int = 1
     model: str = "SmolLM2-135M-Instruct"
     context_tokens: int = 8192
+    can_see: bool = False  #: its first model can be shown pictures
+    can_see_beside: bool = False  #: its second one can
     tokens: dict[str, tuple[str, ...]] = field(default_factory=lambda: {TOKEN: ALL_SCOPES})
     keepalive_s: float = 15.0
     answers: deque[Answer] = field(default_factory=deque)
@@ -202,7 +204,7 @@ class FakeEngine:
 
     async def start(self, tls: ssl.SSLContext | None = None) -> None:
         """Listen; on the same port as before if it was started before."""
-        app = web.Application(middlewares=[self._middleware])
+        app = web.Application(middlewares=[self._middleware], client_max_size=16 * 2**20)
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -291,14 +293,21 @@ class FakeEngine:
 
     async def _engine(self, request: web.Request) -> web.Response:
         token = request.headers["Authorization"].removeprefix("Bearer ")
-        about = {"max_context_tokens": self.context_tokens, "scopes": list(self.tokens[token])}
+        about = {
+            "max_context_tokens": self.context_tokens,
+            "scopes": list(self.tokens[token]),
+            "can_see": self.can_see,
+        }
         body = {**golden("engine"), **self._who(), "name": self.name, **about}
         return web.json_response(body)
 
     async def _models(self, request: web.Request) -> web.Response:
         if self.hold_models is not None:
             await self.hold_models.wait()
-        return web.json_response(golden("models"))
+        models = golden("models")
+        for row, can_see in zip(models["data"], (self.can_see, self.can_see_beside), strict=True):
+            row["fairhearth"]["can_see"] = can_see
+        return web.json_response(models)
 
     async def _list_residents(self, request: web.Request) -> web.Response:
         return web.json_response({"residents": list(self.residents.values())})

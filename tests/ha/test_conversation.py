@@ -339,7 +339,7 @@ async def test_an_agent_asks_and_pins_for_the_model_that_was_chosen_for_it(
     hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
 ) -> None:
     """Of the several that the engine lists."""
-    assert await loaded.runtime_data.client.models() == [engine.model, "coder"]
+    assert await loaded.runtime_data.client.models() == {engine.model: False, "coder": False}
     assert engine.prefixes[0].model is None
     subentry = next(item for item in loaded.subentries.values() if item.subentry_type == "conversation")
     hass.config_entries.async_update_subentry(loaded, subentry, data={**subentry.data, "model": "coder"})

@@ -36,6 +36,8 @@ from .fairness import ClassReport, EngineLoad, FairnessSnapshot, Quantiles, Repo
 from .jobs import FINAL_STATES, Job, JobOrder
 from .policy import Policy
 from .protocol import (
+    MAX_PICTURE_BYTES,
+    PICTURE_TYPES,
     SCHEMA_VERSION,
     Accepted,
     ChatEvent,
@@ -45,6 +47,7 @@ from .protocol import (
     Health,
     Message,
     Paired,
+    Picture,
     PrefixPin,
     ReasoningDelta,
     ResidentSettings,
@@ -61,6 +64,8 @@ from .reading import JsonObject, JsonValue
 
 __all__ = [
     "FINAL_STATES",
+    "MAX_PICTURE_BYTES",
+    "PICTURE_TYPES",
     "SCHEMA_VERSION",
     "Accepted",
     "CannotConnect",
@@ -91,6 +96,7 @@ __all__ = [
     "NotSupported",
     "Paired",
     "PairingClosed",
+    "Picture",
     "Policy",
     "PrefixPin",
     "PromptTooLong",

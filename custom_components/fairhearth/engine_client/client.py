@@ -8,6 +8,8 @@ Source: docs/wire.md.
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Final
@@ -90,8 +92,8 @@ class EngineClient:
         """
         return Paired.from_wire(await self._ask("POST", "v1", "pair", body={"code": code, "name": name}))
 
-    async def models(self) -> list[str]:
-        """Return the names of the models served."""
+    async def models(self) -> dict[str, bool]:
+        """Return the names of the models served, and whether each can be shown pictures."""
         return models_from_wire(await self._ask("GET", "v1", "models"))
 
     async def residents(self) -> dict[str, ResidentSettings]:
@@ -256,12 +258,15 @@ class EngineClient:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=self._silence_timeout_s
         )
+        headers = {**self._headers, "Accept": "text/event-stream"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         try:
             async with self._session.request(
                 method,
                 self._url.joinpath(*path),
-                json=body,
-                headers={**self._headers, "Accept": "text/event-stream"},
+                data=None if body is None else io.BytesIO(json.dumps(body).encode()),  # read piece by piece
+                headers=headers,
                 timeout=timeout,
                 allow_redirects=False,
             ) as response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Final, Self
 
 from .errors import ProtocolError, error_from_wire
@@ -17,6 +17,12 @@ from .reading import JsonObject, JsonValue, Reader, kind_of, loads
 
 SCHEMA_VERSION: Final = 1
 """The version of the contract this client speaks; the engine sends its own."""
+
+PICTURE_TYPES: Final = ("image/png", "image/jpeg", "image/webp", "image/gif")
+"""What the engine reads."""
+
+MAX_PICTURE_BYTES: Final = 8 * 2**20
+"""The engine takes no larger picture; its `max_body_bytes` bounds all of a request together."""
 
 
 # --- who is there ---
@@ -56,6 +62,7 @@ class EngineInfo:
     max_context_tokens: int
     policy: str
     scopes: frozenset[str]
+    can_see: bool = False  #: its first model can be shown pictures; older engines say nothing of it
 
     @classmethod
     def from_wire(cls, body: object) -> Self:
@@ -71,6 +78,7 @@ class EngineInfo:
             max_context_tokens=reader.integer("max_context_tokens"),
             policy=reader.text("policy"),
             scopes=frozenset(reader.texts("scopes")),
+            can_see=reader.has("can_see") and reader.flag("can_see"),
         )
 
     def may(self, scope: str) -> bool:
@@ -140,9 +148,16 @@ def residents_from_wire(body: object) -> dict[str, ResidentSettings]:
     return {row.text("id"): ResidentSettings.from_reader(row) for row in rows}
 
 
-def models_from_wire(body: object) -> list[str]:
-    """Read the answer of `/v1/models`: the names served."""
-    return [row.text("id") for row in Reader(body, "models").readers("data")]
+def models_from_wire(body: object) -> dict[str, bool]:
+    """Read the answer of `/v1/models`: the names served, and whether each can be shown pictures."""
+    return {row.text("id"): _sees(row) for row in Reader(body, "models").readers("data")}
+
+
+def _sees(row: Reader) -> bool:
+    if not row.has("fairhearth"):
+        return False
+    told = row.reader("fairhearth")
+    return told.has("can_see") and told.flag("can_see")
 
 
 # --- what is asked ---
@@ -182,17 +197,34 @@ class ToolSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture that is shown to the model."""
+
+    media_type: str  #: one of PICTURE_TYPES
+    data: str = field(repr=False)  #: the file in base64
+
+    def as_wire(self) -> JsonObject:
+        """Return the picture as OpenAI writes it."""
+        url = f"data:{self.media_type};base64,{self.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message of the conversation so far."""
 
     role: str  #: system, user, assistant or tool
     content: str
+    pictures: tuple[Picture, ...] = ()  #: of a user's message, before its text
     tool_calls: tuple[ToolCall, ...] = ()  #: of an assistant message
     tool_call_id: str | None = None  #: of a tool message: the call it answers
 
     def as_wire(self) -> JsonObject:
         """Return the message as OpenAI writes it."""
         body: JsonObject = {"role": self.role, "content": self.content}
+        if self.pictures:
+            text: JsonObject = {"type": "text", "text": self.content}
+            body["content"] = [*(picture.as_wire() for picture in self.pictures), text]
         if self.tool_calls and not self.content:
             body["content"] = None
         if self.tool_calls:
