@@ -58,7 +58,7 @@ async def answer_of(client: EngineClient, request: ChatRequest = HELLO) -> list[
 async def test_questions_are_answered(client: EngineClient, engine: FakeEngine) -> None:
     assert (await client.health()).engine_id == engine.engine_id
     assert (await client.engine()).name == engine.name
-    assert await client.models() == [engine.model, "coder"]
+    assert await client.models() == {engine.model: False, "coder": False}
     assert (await client.fairness()).residents.keys() == {"guest", "house"}
     assert client.url == engine.url
 
