@@ -174,7 +174,7 @@ class NotSupported(EngineError):
     """The model or backend loaded here cannot do this; another one might."""
 
     code = "not_supported"
-    http_status = 501
+    http_status = 422
 
 
 class StorageUnavailable(EngineError):

@@ -23,7 +23,7 @@ from engine_service.server.handlers import (
 from engine_service.server.openapi import STREAM, Route
 from engine_service.settings import Scope
 
-_MODEL_WORK: Final = (404, 501, 503)
+_MODEL_WORK: Final = (404, 422, 503)
 """Who asks may name what is not here, the model may not be able to, the engine may be full or stopping."""
 
 ROUTES: Final = (

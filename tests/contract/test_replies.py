@@ -203,7 +203,7 @@ def test_error_codes_are_stable_and_told_apart() -> None:
         "engine_unavailable": 503,
         "model_unavailable": 503,
         "storage_unavailable": 503,
-        "not_supported": 501,
+        "not_supported": 422,
         "generation_failed": 500,
         "bad_settings": 500,
     }

@@ -29,7 +29,7 @@ HOLDING = (
     "response_schema_conformance",
     "negative_data_rejection",
 )
-NO_SUCH_ABILITY = 501  # the simulated backend makes no embeddings, and says so
+NO_SUCH_ABILITY = 422  # the simulated backend makes no embeddings and sees no pictures, and says so
 
 
 def operations(url: str) -> list[APIOperation[Any, Any, Any, Any]]:

@@ -60,7 +60,7 @@ async def test_a_model_that_sees_nothing_refuses_pictures_by_name(home: Househol
     assert (await row(home))["can_see"] is False
     for path, message in (("/v1/chat/completions", asking()), ("/v1/jobs", {"request": asking()})):
         refused = await home.ask("POST", path, message)
-        assert refused.error["code"] == "not_supported"
+        assert (refused.status, refused.error["code"]) == (422, "not_supported")
         assert "'simulated' cannot look at pictures" in refused.error["message"]
 
 

@@ -49,7 +49,7 @@ async def test_what_the_page_hides_is_hidden_whatever_its_layout(home: Household
 
 async def test_embeddings_are_refused_by_name_where_the_backend_makes_none(home: Household) -> None:
     answer = await home.ask("POST", "/v1/embeddings", {"input": "Hello"})
-    assert (answer.status, answer.error["code"]) == (501, "not_supported")
+    assert (answer.status, answer.error["code"]) == (422, "not_supported")
     assert "makes no embeddings" in answer.error["message"]
     assert (await home.ask("GET", "/v1/engine")).json()["can_embed"] is False
 
