@@ -243,17 +243,18 @@ def gists(embedding: Any) -> torch.Tensor:
     return (bits * factors).sum(-1) & 0xFFFFF
 
 
-def make_seeing_backend(directory: Path, *, cache_tokens: int = 4096, **options: Any) -> ExLlamaV2Backend:
-    """Return the backend over a seeing model."""
+def make_seeing_loaded(directory: Path, *, cache_tokens: int, context_tokens: int | None = None) -> Loaded:
+    """Return a seeing model with an empty cache of cache_tokens slots."""
     texts = DirectoryTokenizer(directory)
     config = ExLlamaV2Config(str(directory))
     config.no_flash_attn = config.no_xformers = True  # of the tower
     tower = Tower(config)
     config.no_flash_attn = False  # paged mode asks for it
-    config.max_input_len, config.max_batch_size, config.max_seq_len = 1024, 64, cache_tokens
+    config.max_input_len, config.max_batch_size = 1024, 64
+    config.max_seq_len = context_tokens or cache_tokens
     weights = load_file(str(directory / "model.safetensors"))["language_model.model.embed_tokens.weight"]
     model = SeeingModel(config, texts, weights)
-    loaded = Loaded(
+    return Loaded(
         name="seeing",
         model=model,
         cache=ExLlamaV2Cache(model, max_seq_len=cache_tokens),
@@ -262,6 +263,11 @@ def make_seeing_backend(directory: Path, *, cache_tokens: int = 4096, **options:
         tower=tower,
         eye=eye_of(directory, texts),
     )
+
+
+def make_seeing_backend(directory: Path, *, cache_tokens: int = 4096, **options: Any) -> ExLlamaV2Backend:
+    """Return the backend over a seeing model."""
+    loaded = make_seeing_loaded(directory, cache_tokens=cache_tokens)
     return ExLlamaV2Backend(loaded, **{"max_sequences": 8, **options})
 
 
