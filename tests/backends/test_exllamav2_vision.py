@@ -18,7 +18,7 @@ from exllamav2.vlm.processor import pixtral, qwen2, siglip
 from PIL import Image
 
 from engine_service.backends.base import InvalidPicture, ModelError, PlacedPicture
-from engine_service.backends.exllamav2.eye import MOST_TOKENS, DirectoryEye, eye_of
+from engine_service.backends.exllamav2.eye import MOST_PIXELS, MOST_TOKENS, DirectoryEye, eye_of
 from engine_service.backends.exllamav2.provision import ExLlamaV2Source, Options
 from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav2.vision import Sight
@@ -397,6 +397,20 @@ def test_a_small_picture_keeps_its_size_and_a_large_one_its_proportions(
     width, height = eye.fitted(4032, 3024)
     assert width / height == pytest.approx(4 / 3, rel=0.01)
     assert 0.7 * MOST_TOKENS < eye.look(drawing(4032, 3024, kind="JPEG")).num_tokens <= MOST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("config", "preparing"),
+    [(GEMMA, {}), (QWEN, {"min_pixels": 3136, "max_pixels": 200_000}), (MISTRAL, MISTRAL_PREPARING)],
+)
+def test_what_is_held_of_a_large_picture_is_bounded_however_few_tokens_it_takes(
+    directory: Path, tmp_path: Path, config: Any, preparing: Any
+) -> None:
+    eye = seeing(directory, tmp_path, config, preparing)
+    assert eye is not None
+    seen = eye.look(drawing(4032, 3024, kind="JPEG"))
+    assert len(seen.pixels) == seen.width * seen.height * 3 <= 3 * MOST_PIXELS
+    assert seen.width / seen.height == pytest.approx(4 / 3, rel=0.01)
 
 
 def eye_for(directory: Path) -> DirectoryEye:

@@ -9,8 +9,8 @@ Rules: what is announced for a picture is what the tower makes of it, to the tok
 anything of a picture.
 
 Source: the preprocessors of exllamav2 0.3.2 (`vlm/processor`), which follow those of Pixtral (Mistral 2024),
-Qwen2-VL (Wang et al. 2024) and Gemma 3 (2025). Differs: a picture of more than MOST_TOKENS is made smaller
-first.
+Qwen2-VL (Wang et al. 2024) and Gemma 3 (2025). Differs: a picture of more than MOST_TOKENS or MOST_PIXELS is
+made smaller first.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from engine_service.backends.base import InvalidPicture, ModelError, Picture
 from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
 
 MOST_TOKENS: Final = 1280
-"""A larger picture is made smaller; a megapixel of Qwen2-VL."""
+"""A picture that takes more is made smaller; a megapixel of Qwen2-VL."""
+
+MOST_PIXELS: Final = 2**20
+"""So is one of more pixels, whatever it takes: it is held, at three bytes a pixel, until it is encoded."""
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-_MOST_PIXELS: Final = 40_000_000  # decoded, red, green and blue: 120 MB, for one picture at a time
+_MOST_DECODED: Final = 40_000_000  # pixels; red, green and blue: 120 MB, for one picture at a time
 _LONGEST_SIDE: Final = 16_384  # of every tower of the library
 _TURNED: Final = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _ORIENTATION: Final = 0x0112
@@ -145,10 +148,13 @@ class DirectoryEye:
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Return the size at which a picture is shown; raise InvalidPicture for one that cannot be."""
-        while (num_tokens := self._shape.num_tokens(width, height)) > MOST_TOKENS:
-            scale = math.sqrt(MOST_TOKENS / num_tokens)
+        while True:
+            num_tokens = self._shape.num_tokens(width, height)
+            excess = max(num_tokens / MOST_TOKENS, width * height / MOST_PIXELS)
+            if excess <= 1:
+                return width, height
+            scale = math.sqrt(1 / excess)
             width, height = max(1, int(width * scale)), max(1, int(height * scale))
-        return width, height
 
     def _decoded(self, file: bytes) -> tuple[Any, int, int]:
         """Return the picture upright, in RGB, and the size at which it is to be shown."""
@@ -242,9 +248,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _check_size(width: int, height: int) -> None:
     if max(width, height) > _LONGEST_SIDE:
         raise InvalidPicture(f"it is {width} x {height} pixels; at most {_LONGEST_SIDE} along an edge")
-    if width * height > _MOST_PIXELS:
+    if width * height > _MOST_DECODED:
         raise InvalidPicture(
-            f"it is {width} x {height} pixels; at most {_MOST_PIXELS // 1_000_000} million in all"
+            f"it is {width} x {height} pixels; at most {_MOST_DECODED // 1_000_000} million in all"
         )
 
 
