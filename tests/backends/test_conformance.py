@@ -19,6 +19,8 @@ from engine_service.backends.base import (
     Constraint,
     ConstraintKind,
     FinishReason,
+    Picture,
+    PlacedPicture,
     Sampling,
 )
 from engine_service.backends.divided import DividedHolder
@@ -182,6 +184,15 @@ def test_a_preempted_request_goes_on_in_a_backend_that_it_is_handed_over_to(
     assert driver.resume(rid("poem")) == 0
     driver.finish("poem", chunk=13)
     assert_same_but_near_ties(reference["poem"], driver.outputs[rid("poem")])
+
+
+def test_a_model_that_sees_nothing_takes_no_picture(backend: AnyBackend, driver: Driver) -> None:
+    assert (backend.info.can_see, backend.eye) == (False, None)
+    picture = Picture(num_tokens=2, width=1, height=1, pixels=b"rgb", digest=b"x")
+    placed = PlacedPicture(start=0, picture=picture)
+    with pytest.raises(ValueError, match="cannot look at pictures"):
+        driver.admit(driver.order("cat", (1, 1, 2), 5, pictures=(placed,)))
+    assert backend.request_ids == ()
 
 
 def test_a_sampled_text_survives_preemption(backend: AnyBackend, driver: Driver) -> None:
