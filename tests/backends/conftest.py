@@ -80,7 +80,7 @@ def llama_cpp_divided(llama_cpp_divided_session: DividedLlamaCppBackend) -> Iter
 @pytest.fixture(scope="session")
 def echo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a model for the real ExLlamaV2 generator on a CPU."""
-    from tests.backends.exllamav2_cpu import make_model_directory
+    from tests.backends.echo import make_model_directory
 
     return make_model_directory(tmp_path_factory.mktemp("echo"))
 

@@ -18,7 +18,8 @@ from engine_service.engine.loop import Engine
 from engine_service.engine.sessions import Finished, Order
 from engine_service.errors import EngineError, InvalidRequest, PromptTooLong
 from engine_service.scheduling.model import Policy, Resident, ResidentId, WorkloadClass
-from tests.backends.exllamav2_cpu import PAGE, make_backend, make_model_directory
+from tests.backends.echo import make_model_directory
+from tests.backends.exllamav2_cpu import PAGE, make_backend
 
 ALICE = ResidentId("alice")
 ASKED = Order(

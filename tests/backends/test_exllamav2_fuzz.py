@@ -13,34 +13,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from engine_service.backends.base import (
-    FinishReason,
-    GenerationOrder,
-    PlacedPicture,
-    Sampling,
-    SequenceOutcome,
-)
-from engine_service.backends.exllamav2.backend import Loaded
-from engine_service.backends.exllamav2.masks import PreparedMatcher
-from engine_service.backends.exllamav2.vision import Sight
+from engine_service.backends.base import FinishReason, GenerationOrder, Sampling, SequenceOutcome
+from engine_service.backends.exllama.masks import PreparedMatcher
 from engine_service.backends.generation import Generation, Matcher
 from engine_service.backends.sampling import TokenIds
 from engine_service.scheduling.model import PreemptionMode, RequestId, pages_for
 from tests.backends.driver import Driver
 from tests.backends.exllamav2_cpu import PAGE, EchoModel, ExLlamaV2Backend, make_loaded
-from tests.backends.exllamav2_eye import (
-    drawing,
-    gists,
-    lend_a_processor,
-    make_seeing_directory,
-    make_seeing_loaded,
-    with_pictures,
-)
 
 NUM_PAGES = 24
 MAX_SEQUENCES = 5
@@ -96,7 +79,7 @@ class Life:
         self, directory: Path, *, seed: int, num_draft_tokens: int = 0, drafts: bool = False
     ) -> None:
         self.random = random.Random(seed)
-        loaded = self.load(directory, drafts=drafts)
+        loaded = make_loaded(directory, cache_tokens=NUM_PAGES * PAGE, context_tokens=2560, drafts=drafts)
         self.model: EchoModel = loaded.model
         self.backend = FuzzedBackend(
             loaded,
@@ -114,17 +97,6 @@ class Life:
         self.num_arrived = 0
         self.model.on_prefill = self.perhaps_abort
         self.bases = [self.tokens(self.random.randrange(200, 1500)) for _ in range(3)]
-
-    def load(self, directory: Path, *, drafts: bool) -> Loaded:
-        return make_loaded(directory, cache_tokens=NUM_PAGES * PAGE, context_tokens=2560, drafts=drafts)
-
-    def shown(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
-        """Return the prompt with the pictures that stand in it."""
-        return prompt, ()
-
-    def read(self, order: GenerationOrder) -> list[int]:
-        """Return what the model reads of a prompt."""
-        return list(order.prompt_ids)
 
     def tokens(self, num: int) -> tuple[int, ...]:
         return tuple(self.random.randrange(300) for _ in range(num))
@@ -164,7 +136,6 @@ class Life:
         self.num_arrived += 1
         prompt = self.new_prompt()
         keeps = self.random.random() < 0.08 and len(self.pinned) < 3
-        prompt, pictures = (prompt, ()) if keeps else self.shown(prompt)
         max_tokens = self.random.randrange(1, self.random.choice([2, 30, 100, 600]))
         if keeps and self.random.random() < 0.7:
             max_tokens = 0
@@ -177,7 +148,6 @@ class Life:
             sampling=sampling,
             ignore_eos=self.random.random() < 0.5,
             keep_prefix=keeps,
-            pictures=pictures,
         )
         shared = 0 if keeps else self.backend.shared_prefix_tokens(prompt)
         promise = Promise(
@@ -251,7 +221,7 @@ class Life:
         has_grammar = order.request_id in self.backend.fails_at
         matcher = FailingMatcher(self.backend.info.vocab_size, fails_at=-1) if has_grammar else None
         alone = Generation(order, vocabulary=self.backend._vocabulary, matcher=matcher)
-        texts, ids, ended = [], self.read(order), None
+        texts, ids, ended = [], list(order.prompt_ids), None
         while ended is None and len(texts) < len(output.token_ids):
             one = alone.choose_next(self.model.scores(np.array(ids)))
             ids.extend(one.token_ids)
@@ -352,38 +322,6 @@ class Life:
         self.backend.close()
 
 
-class SeeingLife(Life):
-    """One with pictures: the same few over and over, more than are kept encoded."""
-
-    def load(self, directory: Path, *, drafts: bool) -> Loaded:
-        self.files = [drawing(30 + 60 * n, 40, seed=n) for n in range(6)]
-        return make_seeing_loaded(directory, cache_tokens=NUM_PAGES * PAGE, context_tokens=2560)
-
-    def shown(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
-        sight = self.backend._sight
-        assert sight is not None
-        sight._max_kept = 4
-        parts: list[tuple[int, ...] | bytes] = [prompt]
-        while self.random.random() < 0.6 and len(parts) < 6:
-            last = parts.pop()
-            cut = self.random.choice([0, min(100, len(last)), self.random.randrange(len(last) + 1)])
-            parts += [last[:cut], self.random.choice(self.files), last[cut:]]
-            self.count("pictures")
-        return with_pictures(self.backend, *parts)
-
-    def read(self, order: GenerationOrder) -> list[int]:
-        ids = list(order.prompt_ids)
-        for placed in order.pictures:
-            encoded = self.encoded(placed)
-            ids[placed.start : placed.end] = gists(encoded).tolist()
-        return ids
-
-    def encoded(self, placed: PlacedPicture) -> Any:
-        """Encode anew, apart from what the backend keeps."""
-        loaded = self.backend._loaded
-        return Sight(loaded.tower, loaded.model, loaded.tokenizer).encoded(placed.picture)
-
-
 def live(
     directory: Path, seed: int, num_steps: int, *, num_draft_tokens: int = 0, drafts: bool = False
 ) -> None:
@@ -418,27 +356,3 @@ def test_no_random_life_loses_a_token_or_a_page_while_drafting_long(
     echo_directory: Path, seed: int, drafts: bool
 ) -> None:
     live(echo_directory, seed, 2000, num_draft_tokens=3, drafts=drafts)
-
-
-def live_with_pictures(directory: Path, seed: int, num_steps: int) -> None:
-    life = SeeingLife(make_seeing_directory(directory), seed=seed)
-    life.run(num_steps)
-    life.end()
-    assert {"pictures", "outputs", "preempted", "resumed"} <= life.counts.keys(), life.counts
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_no_random_life_with_pictures_loses_a_token_or_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    lend_a_processor(monkeypatch)
-    live_with_pictures(tmp_path, seed, 700)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(300, 310))
-def test_no_random_life_with_pictures_loses_a_token_or_a_page_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    lend_a_processor(monkeypatch)
-    live_with_pictures(tmp_path, seed, 2000)

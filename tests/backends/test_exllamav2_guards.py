@@ -22,7 +22,7 @@ from engine_service.backends.base import (
     GenerationOrder,
     Sampling,
 )
-from engine_service.backends.exllamav2.masks import PreparedMatcher
+from engine_service.backends.exllama.masks import PreparedMatcher
 from engine_service.backends.exllamav2.pages import page_name
 from engine_service.scheduling.model import PreemptionMode, RequestId
 from tests.backends.driver import Driver

@@ -16,7 +16,8 @@ import torch
 from exllamav2.generator.dynamic import ExLlamaV2DynamicGenerator
 
 from engine_service.backends.exllamav2.job import GatedJob
-from engine_service.backends.exllamav2.pages import PageTable
+from engine_service.backends.exllamav2.pages import GeneratorPages
+from engine_service.backends.generation import Generation
 
 
 class _Abortable:
@@ -47,7 +48,7 @@ class GatedGenerator(ExLlamaV2DynamicGenerator):  # type: ignore[misc]
         self._abortable = _Abortable(options.pop("model"))
         super().__init__(model=self._abortable, max_chunk_size=chunk_tokens, **options)
         self.chunk_tokens = chunk_tokens
-        self.pages = PageTable(self)
+        self.pages = GeneratorPages(self)
 
     # -- called by the library's iteration ---------------------------------------------------------------
 
@@ -60,6 +61,10 @@ class GatedGenerator(ExLlamaV2DynamicGenerator):  # type: ignore[misc]
             super().defrag_cache()
 
     # -- an iteration ----------------------------------------------------------------------------------
+
+    def new_job(self, generation: Generation) -> GatedJob:
+        """Return a request's job, which holds nothing yet."""
+        return GatedJob(generation, self)
 
     @property
     def is_aborted(self) -> bool:

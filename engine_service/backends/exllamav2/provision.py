@@ -136,7 +136,7 @@ class ExLlamaV2Source:
         """Read the folder's tokenizer and configuration; raise ModelError for what is no model."""
         _check(self._options, self._context_tokens)
         _check_packages()
-        from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
+        from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 
         directory = self._directory()
         texts = DirectoryTokenizer(directory)
@@ -277,7 +277,7 @@ def _check_weights(path: Path) -> None:
 
 
 def _check_draft(path: Path, draft_path: Path) -> None:
-    from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
+    from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 
     own, drafting = DirectoryTokenizer(path), DirectoryTokenizer(_check_directory(draft_path))
     if not own.has_vocabulary_of(drafting):
@@ -316,10 +316,10 @@ def _load_reference(
     import torch
     from exllamav2 import ExLlamaV2Cache, ExLlamaV2Tokenizer
 
+    from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
     from engine_service.backends.exllamav2.backend import Loaded
     from engine_service.backends.exllamav2.cpu_reference import ReferenceModel, model_directory
     from engine_service.backends.exllamav2.gguf import GgufFile
-    from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
     from engine_service.backends.llama_cpp.provision import default_model_path
 
     if options.draft_path or options.lora_paths or options.cache_type != "fp16":
@@ -355,8 +355,8 @@ def _load(
     _check_extension(progress)
     library = importlib.import_module("exllamav2")
     attention = importlib.import_module("exllamav2.attn")
+    from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
     from engine_service.backends.exllamav2.backend import Loaded
-    from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
 
     config = _config(library, path, options, cache_tokens, max_sequences)
     paged = bool(attention.has_flash_attn_with_paged) and not config.no_flash_attn
