@@ -1,6 +1,6 @@
 """Import every module of engine_service that this environment can hold, and say how many there were.
 
-The ExLlamaV2 adapter needs torch, and is the only package whose modules may stay out.
+The adapters of ExLlamaV2 and ExLlamaV3 need torch, and are the only packages whose modules may stay out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import engine_service
 
-_ONLY_WITH = {"engine_service.backends.exllamav2.": "exllamav2"}
+_ONLY_WITH = {f"engine_service.backends.{name}.": name for name in ("exllamav2", "exllamav3")}
 
 
 def main() -> int:

@@ -1,11 +1,12 @@
 """Every backend, emptied before and audited after every test.
 
-ExLlamaV2 is among them where torch and exllamav2 are installed: in .venv/exllamav2 (scripts/setup exllamav2).
+ExLlamaV2 and ExLlamaV3 are among them where torch and they are installed: in .venv/exllamav2 (scripts/setup
+exllamav2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,22 @@ from engine_service.backends.llama_cpp.provision import open_default_model
 from engine_service.backends.simulated import SimulatedBackend
 from tests.backends.driver import Driver
 
-HAS_EXLLAMAV2 = find_spec("exllamav2") is not None and find_spec("torch") is not None
-AnyBackend = Any  # LlamaCppBackend | SimulatedBackend | ExLlamaV2Backend, which cannot be imported everywhere
+HAS_TORCH = find_spec("torch") is not None
+HAS_EXLLAMAV2 = HAS_TORCH and find_spec("exllamav2") is not None
+HAS_EXLLAMAV3 = HAS_TORCH and find_spec("exllamav3") is not None
+EXLLAMA = [name for name, has in (("exllamav2", HAS_EXLLAMAV2), ("exllamav3", HAS_EXLLAMAV3)) if has]
+AnyBackend = Any  # LlamaCppBackend | SimulatedBackend | ExLlamaBackend, which cannot be imported everywhere
 
-collect_ignore_glob = [] if HAS_EXLLAMAV2 else ["*exllamav2*"]
+collect_ignore_glob = [f"*{name}*" for name in ("exllamav2", "exllamav3") if name not in EXLLAMA]
+# Before anything imports a library, which would compile its part for GPUs.
 if HAS_EXLLAMAV2:
-    # Before anything imports the library, which would compile its part for GPUs.
     from engine_service.backends.exllamav2 import cpu_extension
 
     cpu_extension.install()
+if HAS_EXLLAMAV3:
+    from tests.backends import exllamav3_extension
+
+    exllamav3_extension.install()
 
 CONTEXT_TOKENS = 2048
 MAX_SEQUENCES = 8
@@ -79,7 +87,7 @@ def llama_cpp_divided(llama_cpp_divided_session: DividedLlamaCppBackend) -> Iter
 
 @pytest.fixture(scope="session")
 def echo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a model for the real ExLlamaV2 generator on a CPU."""
+    """The files of a model for the real generators of ExLlamaV2 and ExLlamaV3 on a CPU."""
     from tests.backends.echo import make_model_directory
 
     return make_model_directory(tmp_path_factory.mktemp("echo"))
@@ -90,10 +98,24 @@ def exllamav2(echo_directory: Path) -> Iterator[AnyBackend]:
     """The real ExLlamaV2 generator over a model that reads its own cache back."""
     from tests.backends.exllamav2_cpu import make_backend
 
-    # More pages than a context has, as on a GPU: a page is 256 tokens and every request and prefix takes at
-    # least one.
+    yield from roomy(make_backend, echo_directory)
+
+
+@pytest.fixture
+def exllamav3(echo_directory: Path) -> Iterator[AnyBackend]:
+    """The real ExLlamaV3 generator over a model that reads its own cache back."""
+    from tests.backends.exllamav3_cpu import make_backend
+
+    yield from roomy(make_backend, echo_directory)
+
+
+def roomy(make_backend: Callable[..., AnyBackend], directory: Path) -> Iterator[AnyBackend]:
+    """Yield a backend with more pages than a context has, as on a GPU.
+
+    A page is 256 tokens, and every request and prefix takes at least one.
+    """
     backend = make_backend(
-        echo_directory,
+        directory,
         cache_tokens=4 * CONTEXT_TOKENS,
         context_tokens=CONTEXT_TOKENS,
         max_sequences=MAX_SEQUENCES,
@@ -105,9 +127,7 @@ def exllamav2(echo_directory: Path) -> Iterator[AnyBackend]:
     backend.close()
 
 
-@pytest.fixture(
-    params=["simulated", "llama_cpp", "llama_cpp_divided", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
-)
+@pytest.fixture(params=["simulated", "llama_cpp", "llama_cpp_divided", *EXLLAMA])
 def backend(request: pytest.FixtureRequest) -> Iterator[AnyBackend]:
     """Every backend in turn."""
     if request.param != "simulated":

@@ -1,5 +1,5 @@
 """What every backend promises: the simulated one, llama.cpp with the real default model, and the real
-ExLlamaV2 generator over a model that reads its own cache back.
+generators of ExLlamaV2 and ExLlamaV3 over a model that reads its own cache back.
 
 Texts are compared for equality where the library guarantees it: one thread and fewer than 64 rows per
 micro-batch (then llama.cpp's attention adds in the same order whatever else is in the batch), and cells that
@@ -25,7 +25,7 @@ from engine_service.backends.base import (
 )
 from engine_service.backends.divided import DividedHolder
 from engine_service.scheduling.model import PreemptionMode, RequestId
-from tests.backends.conftest import HAS_EXLLAMAV2, AnyBackend
+from tests.backends.conftest import EXLLAMA, AnyBackend
 from tests.backends.driver import Driver, Output, assert_same_but_near_ties
 
 QUESTIONS = {
@@ -34,10 +34,10 @@ QUESTIONS = {
     "poem": "Write a short poem about rain.",
     "keeper": "Write a short story about a lighthouse keeper.",
 }
-# Promises about single cells and parking; where pages are shared, test_exllamav2_guards.py has their like.
+# Promises about single cells and parking; where pages are shared, test_exllama_guards.py has their like.
 ON_CELLS = pytest.mark.parametrize("backend", ["simulated", "llama_cpp"], indirect=True)
-WITHOUT_LLAMA_CPP = ["simulated", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
-WITH_GRAMMARS = ["llama_cpp", *(["exllamav2"] if HAS_EXLLAMAV2 else [])]
+WITHOUT_LLAMA_CPP = ["simulated", *EXLLAMA]
+WITH_GRAMMARS = ["llama_cpp", *EXLLAMA]
 WITH_GAPS = Sampling(temperature=0.0, num_logprobs=2)
 
 
@@ -226,7 +226,7 @@ SYSTEM = "<|im_start|>system\nYou control a smart home with a lamp, a door and a
 
 def shares(backend: AnyBackend) -> int:
     """Return how many tokens a backend can share at once: one, or a page where pages are shared."""
-    return backend.capacity.page_tokens if backend.info.backend == "exllamav2" else 1
+    return backend.capacity.page_tokens if backend.info.backend in EXLLAMA else 1
 
 
 def pinned_cells(backend: AnyBackend, num_tokens: int) -> int:
