@@ -6,10 +6,12 @@ exllamav2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import importlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,13 +22,19 @@ from engine_service.backends.llama_cpp.provision import open_default_model
 from engine_service.backends.simulated import SimulatedBackend
 from tests.backends.driver import Driver
 
+if TYPE_CHECKING:
+    from tests.backends.bench import MakeBench
+
 HAS_TORCH = find_spec("torch") is not None
 HAS_EXLLAMAV2 = HAS_TORCH and find_spec("exllamav2") is not None
 HAS_EXLLAMAV3 = HAS_TORCH and find_spec("exllamav3") is not None
 EXLLAMA = [name for name, has in (("exllamav2", HAS_EXLLAMAV2), ("exllamav3", HAS_EXLLAMAV3)) if has]
 AnyBackend = Any  # LlamaCppBackend | SimulatedBackend | ExLlamaBackend, which cannot be imported everywhere
+Library = Any  # the module exllamav2_cpu or exllamav3_cpu
 
 collect_ignore_glob = [f"*{name}*" for name in ("exllamav2", "exllamav3") if name not in EXLLAMA]
+if not EXLLAMA:
+    collect_ignore_glob.append("*exllama_*")
 # Before anything imports a library, which would compile its part for GPUs.
 if HAS_EXLLAMAV2:
     from engine_service.backends.exllamav2 import cpu_extension
@@ -93,28 +101,38 @@ def echo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_directory(tmp_path_factory.mktemp("echo"))
 
 
+@pytest.fixture(params=EXLLAMA)
+def library(request: pytest.FixtureRequest) -> Library:
+    """What makes a backend of ExLlamaV2 and of ExLlamaV3, in turn, over a model that reads its cache back."""
+    return importlib.import_module(f"tests.backends.{request.param}_cpu")
+
+
+@pytest.fixture
+def make_bench(library: Library, echo_directory: Path) -> MakeBench:
+    """Make a backend of ExLlamaV2 and of ExLlamaV3, in turn, with what tells whether its texts are right."""
+    from tests.backends.bench import Bench
+
+    return functools.partial(Bench, library, echo_directory)
+
+
 @pytest.fixture
 def exllamav2(echo_directory: Path) -> Iterator[AnyBackend]:
     """The real ExLlamaV2 generator over a model that reads its own cache back."""
-    from tests.backends.exllamav2_cpu import make_backend
-
-    yield from roomy(make_backend, echo_directory)
+    yield from roomy(importlib.import_module("tests.backends.exllamav2_cpu"), echo_directory)
 
 
 @pytest.fixture
 def exllamav3(echo_directory: Path) -> Iterator[AnyBackend]:
     """The real ExLlamaV3 generator over a model that reads its own cache back."""
-    from tests.backends.exllamav3_cpu import make_backend
-
-    yield from roomy(make_backend, echo_directory)
+    yield from roomy(importlib.import_module("tests.backends.exllamav3_cpu"), echo_directory)
 
 
-def roomy(make_backend: Callable[..., AnyBackend], directory: Path) -> Iterator[AnyBackend]:
+def roomy(library: Library, directory: Path) -> Iterator[AnyBackend]:
     """Yield a backend with more pages than a context has, as on a GPU.
 
     A page is 256 tokens, and every request and prefix takes at least one.
     """
-    backend = make_backend(
+    backend = library.make_backend(
         directory,
         cache_tokens=4 * CONTEXT_TOKENS,
         context_tokens=CONTEXT_TOKENS,

@@ -8,6 +8,7 @@ transformer, for which a model stands that reads its own cache back (echo.py).
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from exllamav2 import ExLlamaV2Cache, ExLlamaV2Tokenizer
+from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 
 from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
@@ -78,6 +80,15 @@ class EchoModel(Echo):
         return (low + (high << 10)).numpy()
 
 
+Backend = ExLlamaV2Backend
+STOPS_WITHIN_A_PASS = True
+
+
+def with_threads(num_threads: int) -> dict[str, Any]:
+    """Return the option for so many sampling threads."""
+    return {"sampling_threads": num_threads}
+
+
 def make_loaded(
     directory: Path,
     *,
@@ -128,3 +139,19 @@ def make_backend(
     """Return the backend over an echo model."""
     loaded = make_loaded(directory, cache_tokens=cache_tokens, context_tokens=context_tokens, drafts=drafts)
     return ExLlamaV2Backend(loaded, max_sequences=max_sequences, **options)
+
+
+def iterate_ungated(loaded: Loaded, prompts: Sequence[tuple[int, ...]], *, chunk: int) -> None:
+    """Let the library by itself begin with these prompts, and iterate once."""
+    library = ExLlamaV2DynamicGenerator(
+        model=loaded.model,
+        cache=loaded.cache,
+        tokenizer=loaded.tokenizer,
+        max_batch_size=8,
+        max_chunk_size=chunk,
+    )
+    settings = ExLlamaV2Sampler.Settings.greedy()
+    for ids in prompts:
+        job = ExLlamaV2DynamicJob(input_ids=torch.tensor([ids]), max_new_tokens=50, gen_settings=settings)
+        library.enqueue(job)
+    library.iterate()

@@ -7,12 +7,14 @@ with its cache, for which a model stands that reads its own cache back (echo.py)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from exllamav3 import Generator, Job
 
 from engine_service.backends.exllama.backend import Loaded
 from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
@@ -95,6 +97,15 @@ class EchoModel(Echo):
         return (low + (high << 10)).numpy()
 
 
+Backend = ExLlamaV3Backend
+STOPS_WITHIN_A_PASS = False
+
+
+def with_threads(num_threads: int) -> dict[str, Any]:
+    """Return no option: tokens are chosen one after the other."""
+    return {}
+
+
 def make_loaded(
     directory: Path, *, cache_tokens: int, context_tokens: int | None = None, drafts: bool = False
 ) -> Loaded:
@@ -130,3 +141,11 @@ def make_backend(
     """Return the backend over an echo model."""
     loaded = make_loaded(directory, cache_tokens=cache_tokens, context_tokens=context_tokens, drafts=drafts)
     return ExLlamaV3Backend(loaded, max_sequences=max_sequences, **options)
+
+
+def iterate_ungated(loaded: Loaded, prompts: Sequence[tuple[int, ...]], *, chunk: int) -> None:
+    """Let the library by itself begin with these prompts, and iterate once."""
+    library = Generator(loaded.model, loaded.cache, None, max_batch_size=8, max_chunk_size=chunk)
+    for ids in prompts:
+        library.enqueue(Job(input_ids=torch.tensor([ids]), max_new_tokens=50))
+    library.iterate()

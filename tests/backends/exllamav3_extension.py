@@ -52,7 +52,7 @@ class _Absent:
 
 class _AbsentModule(types.ModuleType):
     __version__ = "3.5.0"
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> _Absent:
         if name.startswith("__"):

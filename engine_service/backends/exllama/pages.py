@@ -306,9 +306,12 @@ class PageTable:
         wanted = job.token_ids[:, start : min(limit, start + size)]
         if not wanted.numel():
             return _NOTHING
-        previous = names[num_filled - 1] if num_filled else None
+        return self._longest_match(names[num_filled - 1] if num_filled else None, wanted)
+
+    def _longest_match(self, previous: bytes | None, wanted: Any) -> tuple[Any, int]:
+        """Return the page that stores most of the tokens wanted after the page `previous`, and how many."""
         best: tuple[Any, int] = _NOTHING
-        for page in table.all_pages:
+        for page in self._table.all_pages:
             if page.prev_hash == previous and page.kv_position > best[1]:
                 matched = self._num_equal(page, wanted)
                 if matched > best[1]:

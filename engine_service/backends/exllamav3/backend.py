@@ -8,9 +8,7 @@ from engine_service.backends.exllama import backend
 from engine_service.backends.exllama.backend import Loaded
 from engine_service.backends.exllamav3.generator import GatedGenerator
 
-_NGRAM_TOKENS: Final = (
-    3  # the latest tokens that must have come before, in this order, to draft what followed
-)
+_NGRAM_TOKENS: Final = 3  # so many of the latest tokens must have come before, to draft what followed
 
 
 class ExLlamaV3Backend(backend.ExLlamaBackend):

@@ -1,7 +1,7 @@
 """ExLlamaV3's generator under our gate: its own `iterate`, over exactly the jobs we name.
 
-Decides nothing. Admission by the library itself is switched off, and its turns of prefill and pauses of decode
-with it: every job that is named gets its chunk or its token. What it does when it is idle waits until nobody
+Decides nothing. Admission by the library itself is switched off, and so is its taking turns of prefill and
+decode: every job that is named gets its chunk or its token. What it does when it is idle waits until nobody
 holds a page.
 
 Source: `Generator` of exllamav3 1.6.5.
@@ -81,7 +81,7 @@ class GatedGenerator(Generator):  # type: ignore[misc]
         finally:
             self.active_jobs = []
             for job in jobs:
-                # A row that failed counts as stored in its page only, one that ended may have drafts behind it.
+                # A row that failed counts as stored in its page; one that ended may have drafts behind it.
                 if job.may_sample and (has_failed or job.is_out) and job.num_stored >= job.chunk_end:
                     self.pages.resynchronise(job)
                 wait(job.filter_futures)

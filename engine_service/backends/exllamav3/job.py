@@ -119,8 +119,14 @@ class GatedJob(GatedState, Job):  # type: ignore[misc]
             self.hash_completed_page(sequence, index)
 
     def _compute_piece(self, start: int, end: int, results: list[Any]) -> bool:
-        """Compute [start, end) in one pass, by the model and by the one that drafts; always all of it."""
+        """Compute [start, end) in one pass, by the model and by the one that drafts; always all of it.
+
+        What a page has the beginning of already is copied.
+        """
         generator = self.generator
+        start = generator.pages.reuse(self, start, end)
+        if start == end:
+            return True
         generator.pages.give_up_old(self, start, end)
         ids = self.token_ids[:, start:end]
         generator.model.prefill(input_ids=ids, params=self._params(generator.cache, start))

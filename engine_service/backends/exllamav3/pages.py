@@ -28,8 +28,24 @@ class GeneratorPages(PageTable):
         name: bytes = pagetable.tensor_hash_checksum(token_ids, previous)
         return name
 
+    def reuse(self, job: GatedState, start: int, end: int) -> int:
+        """Copy the beginning of a page of [start, end) that another page has; return what is stored then.
+
+        What is behind a page that had to be computed was not looked for when the pages were taken.
+        """
+        index, offset = divmod(start, self.page_tokens)
+        if not offset:
+            wanted = job.token_ids[:, start : min(end, start + self.page_tokens)]
+            previous = job.pages[index - 1].phash if index else None
+            source, matched = self._longest_match(previous, wanted)
+            if matched:
+                self.give_up_old(job, start, start + matched)
+                self._copy(source, job.pages[index], matched)
+                self.store(job, start, start + matched)
+        return job.num_stored
+
     def give_up_old(self, job: GatedState, start: int, end: int) -> None:
-        """Forget what was in the pages of [start, end) before the job had them: it is about to be overwritten.
+        """Forget what the pages of [start, end) had before the job: it is about to be overwritten.
 
         A page that was taken and not written to gets its old name back; a pass that fails has written to some
         layers.

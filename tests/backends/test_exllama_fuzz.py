@@ -1,10 +1,9 @@
-"""Random lives of many requests on the real ExLlamaV2 generator, in a cache that is too small for them.
+"""Random lives of many requests on the libraries' own generators, in a cache that is too small for them.
 
 The oracle keeps what the engine's ledger keeps (pages reserved and pinned) and never orders what would not
-fit. Whatever
-happens (odd chunks, pauses, growth, preemption, cancellation, aborts, grammars and forward passes that
-fail, prefixes that are shared, drafts), every output must be, token by token, what a model without any
-cache gives, and no page may be lost.
+fit. Whatever happens (odd chunks, pauses, growth, preemption, cancellation, aborts, grammars and forward
+passes that fail, prefixes that are shared, drafts), every output must be, token by token, what a model
+without any cache gives, and no page may be lost.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine_service.backends.base import FinishReason, GenerationOrder, Sampling, SequenceOutcome
+from engine_service.backends.base import FinishReason, GenerationOrder, ModelInfo, Sampling, SequenceOutcome
 from engine_service.backends.exllama.masks import PreparedMatcher
 from engine_service.backends.generation import Generation, Matcher
 from engine_service.backends.sampling import TokenIds
 from engine_service.scheduling.model import PreemptionMode, RequestId, pages_for
+from tests.backends.conftest import AnyBackend, Library
 from tests.backends.driver import Driver
-from tests.backends.exllamav2_cpu import PAGE, EchoModel, ExLlamaV2Backend, make_loaded
+from tests.backends.echo import PAGE, Echo
 
 NUM_PAGES = 24
 MAX_SEQUENCES = 5
@@ -50,10 +50,11 @@ class FailingMatcher:
         self._left -= 1
 
 
-class FuzzedBackend(ExLlamaV2Backend):
-    """Gives some requests a grammar that fails."""
+class Fuzzed:
+    """Gives some requests of the backend it is mixed into a grammar that fails."""
 
     fails_at: dict[RequestId, int]
+    info: ModelInfo
 
     def _matcher_for(self, order: GenerationOrder) -> Matcher | None:
         fails_at = self.fails_at.get(order.request_id)
@@ -76,17 +77,19 @@ class Life:
     """One random life of a backend."""
 
     def __init__(
-        self, directory: Path, *, seed: int, num_draft_tokens: int = 0, drafts: bool = False
+        self, library: Library, directory: Path, *, seed: int, num_draft_tokens: int = 0, drafts: bool = False
     ) -> None:
         self.random = random.Random(seed)
-        loaded = make_loaded(directory, cache_tokens=NUM_PAGES * PAGE, context_tokens=2560, drafts=drafts)
-        self.model: EchoModel = loaded.model
-        self.backend = FuzzedBackend(
+        cache_tokens = NUM_PAGES * PAGE
+        loaded = library.make_loaded(directory, cache_tokens=cache_tokens, context_tokens=2560, drafts=drafts)
+        self.model: Echo = loaded.model
+        chunk_tokens, threads = self.random.choice([256, 512, 1024]), self.random.choice([1, 4])
+        self.backend: AnyBackend = type("FuzzedBackend", (Fuzzed, library.Backend), {})(
             loaded,
             max_sequences=MAX_SEQUENCES,
-            chunk_tokens=self.random.choice([256, 512, 1024]),
-            sampling_threads=self.random.choice([1, 4]),
+            chunk_tokens=chunk_tokens,
             num_draft_tokens=num_draft_tokens,
+            **library.with_threads(threads),
         )
         self.backend.fails_at = {}
         self.driver = Driver(self.backend)
@@ -323,9 +326,15 @@ class Life:
 
 
 def live(
-    directory: Path, seed: int, num_steps: int, *, num_draft_tokens: int = 0, drafts: bool = False
+    library: Library,
+    directory: Path,
+    seed: int,
+    num_steps: int,
+    *,
+    num_draft_tokens: int = 0,
+    drafts: bool = False,
 ) -> None:
-    life = Life(directory, seed=seed, num_draft_tokens=num_draft_tokens, drafts=drafts)
+    life = Life(library, directory, seed=seed, num_draft_tokens=num_draft_tokens, drafts=drafts)
     life.run(num_steps)
     life.end()
     assert life.counts["outputs"] >= num_steps / 50, life.counts
@@ -333,26 +342,33 @@ def live(
         assert life.counts.get(what), f"nothing was {what}: {life.counts}"
 
 
+DRAFTS = pytest.mark.parametrize("drafts", [False, True], ids=["n-grams", "draft model"])
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_no_random_life_loses_a_token_or_a_page(echo_directory: Path, seed: int) -> None:
-    live(echo_directory, seed, 1000)
+def test_no_random_life_loses_a_token_or_a_page(library: Library, echo_directory: Path, seed: int) -> None:
+    live(library, echo_directory, seed, 1000)
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["n-grams", "draft model"])
-def test_no_random_life_loses_a_token_or_a_page_while_drafting(echo_directory: Path, drafts: bool) -> None:
-    live(echo_directory, 7, 500, num_draft_tokens=3, drafts=drafts)
+@DRAFTS
+def test_no_random_life_loses_a_token_or_a_page_while_drafting(
+    library: Library, echo_directory: Path, drafts: bool
+) -> None:
+    live(library, echo_directory, 7, 500, num_draft_tokens=3, drafts=drafts)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 120))
-def test_no_random_life_loses_a_token_or_a_page_long(echo_directory: Path, seed: int) -> None:
-    live(echo_directory, seed, 2500)
+def test_no_random_life_loses_a_token_or_a_page_long(
+    library: Library, echo_directory: Path, seed: int
+) -> None:
+    live(library, echo_directory, seed, 2500)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("drafts", [False, True], ids=["n-grams", "draft model"])
+@DRAFTS
 @pytest.mark.parametrize("seed", range(200, 204))
 def test_no_random_life_loses_a_token_or_a_page_while_drafting_long(
-    echo_directory: Path, seed: int, drafts: bool
+    library: Library, echo_directory: Path, seed: int, drafts: bool
 ) -> None:
-    live(echo_directory, seed, 2000, num_draft_tokens=3, drafts=drafts)
+    live(library, echo_directory, seed, 2000, num_draft_tokens=3, drafts=drafts)
