@@ -50,8 +50,19 @@ class Bench:
         return cached
 
     def is_exact(self, *names: str) -> bool:
-        """Return whether these gave, so far, what the model gives without a cache."""
+        """Return whether these gave, so far, what the model gives without a cache.
+
+        Every page that claims to begin a sequence must begin one of those that were run.
+        """
         self.backend.check()
+        known = [
+            (*order.prompt_ids, *self.driver.outputs[order.request_id].token_ids)
+            for order in self.orders.values()
+        ]
+        for page in self.table.all_pages:
+            if page.kv_position and page.prev_hash is None:
+                stored = tuple(page.sequence[0, : page.kv_position].tolist())
+                assert any(ids[: len(stored)] == stored for ids in known), f"{stored} begins nothing"
         for name in names:
             ids = self.driver.outputs[rid(name)].token_ids
             if ids != self.model.continuation(self.orders[name].prompt_ids, len(ids)):

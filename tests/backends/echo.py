@@ -1,8 +1,8 @@
 """A model that makes every paging mistake visible, for the real generators of ExLlamaV2 and ExLlamaV3.
 
 It stores the token ids it is fed in the paged key-value cache, through the block table, and derives the next
-token from what it reads back: a wrong page, a stale one, one that was written twice or not at all changes the
-text. How it is fed is the library's affair: exllamav2_cpu.py, exllamav3_cpu.py.
+token from what it reads back: a wrong page, a stale one, one that was written twice, behind other tokens or
+not at all changes the text. How it is fed is the library's affair: exllamav2_cpu.py, exllamav3_cpu.py.
 """
 
 from __future__ import annotations
@@ -59,6 +59,21 @@ def digest(ids: np.ndarray[Any, Any]) -> int:
     mixed = int(((ids.astype(np.uint64) + np.uint64(1)) * _POWERS[: len(ids)]).sum(dtype=np.uint64))
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     return mixed ^ (mixed >> 31)
+
+
+def chained(before: int, ids: Sequence[int]) -> list[int]:
+    """Return what is stored with tokens: 10 bits that depend on each token and on all before it."""
+    chain = []
+    for token_id in ids:
+        before = (before * 37 + token_id * 5 + 1) % 1024
+        chain.append(before)
+    return chain
+
+
+def read_back(ids: np.ndarray[Any, Any], chain: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the token ids read from a cache; those that were stored behind others are not what they were."""
+    before = np.concatenate((np.zeros(1, dtype=np.int64), chain[:-1]))
+    return ids + ((chain != (before * 37 + ids * 5 + 1) % 1024).astype(np.int64) << 20)
 
 
 class Echo:

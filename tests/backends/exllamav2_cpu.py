@@ -20,7 +20,7 @@ from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, 
 
 from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
-from tests.backends.echo import PAGE, SPECIAL, Echo
+from tests.backends.echo import PAGE, SPECIAL, Echo, chained, read_back
 
 
 class EchoModel(Echo):
@@ -51,10 +51,12 @@ class EchoModel(Echo):
         error = self._due(kind)
         for row in range(num_rows):
             start = self._stored(attn_params, row)
-            slots = self._slots(attn_params, row, start + length)[start:]
-            cache.key_states[0][0, slots, 0, 0] = (input_ids[row] & 1023).half()
+            slots = self._slots(attn_params, row, start + length)
+            values = cache.value_states[0][0, :, 0, 0]
+            chain = chained(int(values[slots[start - 1]]) if start else 0, input_ids[row].tolist())
+            cache.key_states[0][0, slots[start:], 0, 0] = input_ids[row].half()
             if error is None:
-                cache.value_states[0][0, slots, 0, 0] = (input_ids[row] >> 10).half()
+                values[slots[start:]] = torch.tensor(chain).half()
         if error is not None:
             raise error
         if preprocess_only:
@@ -76,8 +78,8 @@ class EchoModel(Echo):
 
     def _read(self, attn_params: Any, row: int, cache: Any, end: int) -> np.ndarray[Any, Any]:
         slots = self._slots(attn_params, row, end)
-        low, high = cache.key_states[0][0, slots, 0, 0].long(), cache.value_states[0][0, slots, 0, 0].long()
-        return (low + (high << 10)).numpy()
+        keys, values = cache.key_states[0][0, slots, 0, 0], cache.value_states[0][0, slots, 0, 0]
+        return read_back(keys.long().numpy(), values.long().numpy())
 
 
 Backend = ExLlamaV2Backend

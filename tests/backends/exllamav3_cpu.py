@@ -19,11 +19,11 @@ from exllamav3 import Generator, Job
 from engine_service.backends.exllama.backend import Loaded
 from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav3.backend import ExLlamaV3Backend
-from tests.backends.echo import PAGE, Echo
+from tests.backends.echo import PAGE, Echo, chained, read_back
 
 
 class EchoCache:
-    """Stands for a Cache: one layer that stores a token's low and high bits in two passes."""
+    """Stands for a Cache: one layer, of keys and values."""
 
     initialized = True
     max_history = 0
@@ -80,10 +80,12 @@ class EchoModel(Echo):
         cache = params["cache"]
         for row in range(num_rows):
             start = int(params["cache_seqlens"][row])
-            slots = self._slots(params, row, start + length)[start:]
-            cache.keys.view(-1)[slots] = (input_ids[row] & 1023).int()
+            slots = self._slots(params, row, start + length)
+            values = cache.values.view(-1)
+            chain = chained(int(values[slots[start - 1]]) if start else 0, input_ids[row].tolist())
+            cache.keys.view(-1)[slots[start:]] = input_ids[row].int()
             if error is None:
-                cache.values.view(-1)[slots] = (input_ids[row] >> 10).int()
+                values[slots[start:]] = torch.tensor(chain).int()
         if error is not None:
             raise error
 
@@ -93,8 +95,8 @@ class EchoModel(Echo):
 
     def _read(self, params: dict[str, Any], row: int, length: int) -> np.ndarray[Any, Any]:
         slots = self._slots(params, row, int(params["cache_seqlens"][row]) + length)
-        low, high = params["cache"].keys.view(-1)[slots].long(), params["cache"].values.view(-1)[slots].long()
-        return (low + (high << 10)).numpy()
+        keys, values = params["cache"].keys.view(-1)[slots], params["cache"].values.view(-1)[slots]
+        return read_back(keys.long().numpy(), values.long().numpy())
 
 
 Backend = ExLlamaV3Backend

@@ -311,7 +311,7 @@ def test_pages_are_not_moved_while_a_request_sits_out(bench: Bench) -> None:
     bench.admit("parked", prompt(600), 20)
     bench.driver.prefill("parked")
     bench.run("prefix", prompt(300, kind=5), 0, keep_prefix=True)
-    for number in range(12):
+    for number in range(50):
         bench.run(f"r{number}", prompt(500, kind=number), 3)
     bench.driver.finish("parked")
     assert bench.is_exact("parked")
@@ -357,6 +357,35 @@ def test_drafts_that_come_to_nothing_leave_no_trace_in_a_page(make_bench: MakeBe
     assert bench.is_exact("first", "next")
     passes = [length for kind, _, length in bench.model.calls if kind == "decode"]
     assert max(passes) == 4, "it drafted"
+
+
+def test_drafts_stay_within_what_was_reserved(make_bench: MakeBench) -> None:
+    bench = make_bench(cache_tokens=8 * PAGE, max_sequences=2, drafts=True, num_draft_tokens=3)
+    bench.admit("tight", prompt(100), 20, reserved_tokens=101)
+    bench.driver.prefill("tight")
+    assert len(bench.driver.outputs[rid("tight")].token_ids) == 2, "one is stored, the other not yet"
+    with pytest.raises(ValueError, match="stores 101 tokens and reserved 101"):
+        bench.driver.step(decodes=["tight"])
+    bench.backend.grow(rid("tight"), reserved_tokens=120)
+    bench.driver.finish("tight")
+    assert bench.is_exact("tight")
+
+
+def test_drafts_behind_a_token_that_failed_are_taken_back(make_bench: MakeBench) -> None:
+    """They reach into the next page, which would say that it begins a prompt."""
+    bench = make_bench(cache_tokens=8 * PAGE, max_sequences=2, drafts=True, num_draft_tokens=3)
+    digits = Constraint(kind=ConstraintKind.REGEX, text="[0-9]{9}")
+    bench.admit("guilty", prompt(250), 9, constraint=digits)
+    bench.driver.prefill("guilty")
+    for _ in range(3):
+        bench.driver.step(decodes=["guilty"])
+    matcher = bench.backend._live[rid("guilty")].generation.matcher
+    with pytest.raises(ValueError, match="not allowed here"):
+        matcher.accept(bench.backend.tokenizer.encode("x")[0])
+    bench.driver.step(decodes=["guilty"])
+    assert bench.driver.outputs[rid("guilty")].error is not None
+    bench.run("next", prompt(300, kind=2), 20)
+    assert bench.is_exact("next"), "no page claims to begin with what was drafted"
 
 
 # -- chunks and aborts ---------------------------------------------------------------------------------

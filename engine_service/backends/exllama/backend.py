@@ -381,7 +381,8 @@ class ExLlamaBackend(RequestHolder):
         live, job = part.live, self._jobs[part.live.request_id]
         end = live.num_stored + part.num_tokens
         samples = part.wants_logits
-        job.begin(chunk_end=end - samples, may_sample=samples, room=live.reserved - live.num_stored)
+        # All chosen tokens but the last are stored, and behind the chunk.
+        job.begin(chunk_end=end - samples, may_sample=samples, room=live.reserved - end + 1)
         return job
 
     def _collect(self, parts: list[Part]) -> list[SequenceOutcome]:

@@ -34,7 +34,7 @@ class GatedState:
         self.page_names: list[bytes] = []
         self.chunk_end = 0  #: tokens that are to be stored before anything is sampled
         self.may_sample = False
-        self.room = 0  #: tokens that may be stored in this iteration
+        self.room = 0  #: tokens that may be chosen in this iteration
         self.outcomes: list[SequenceOutcome] = []
         self.fault: Exception | None = None
         self.forget_pages()
@@ -72,6 +72,11 @@ class GatedState:
         """The pages it holds, in order."""
         pages: list[Any] = self.sequence.allocated_pages
         return pages
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this iteration's tokens ended the output, or failed."""
+        return self.fault is not None or bool(self.outcomes and self.outcomes[-1].finish_reason)
 
     def forget_pages(self) -> None:
         """Hold nothing and have nothing stored."""

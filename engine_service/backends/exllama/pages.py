@@ -249,6 +249,15 @@ class PageTable:
         for index in range(stored // size, len(job.pages)):
             job.pages[index].kv_position = max(0, min(size, stored - index * size))
 
+    def resynchronise_after(self, jobs: Sequence[GatedState], *, has_failed: bool) -> None:
+        """Let pages say what jobs have stored, after an iteration that raised, or in which outputs ended.
+
+        The token of a pass that failed was counted, and so was what was drafted behind an output's end.
+        """
+        for job in jobs:
+            if (has_failed or job.is_over) and job.may_sample and job.num_stored >= job.chunk_end:
+                self.resynchronise(job)
+
     def make_way(self, name: bytes) -> None:
         """Take the name from a page that was named but is not filled, so that a filled page can have it.
 

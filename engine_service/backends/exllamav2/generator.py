@@ -83,17 +83,15 @@ class GatedGenerator(ExLlamaV2DynamicGenerator):  # type: ignore[misc]
     def advance(self, jobs: Sequence[GatedJob]) -> None:
         """Run one iteration over these; whatever it raises, the page table is right afterwards."""
         self.active_jobs = list(jobs)
+        has_failed = True
         try:
             self.iterate()
-        except BaseException:
-            for job in jobs:
-                if job.may_sample and job.num_stored >= job.chunk_end:
-                    self.pages.resynchronise(job)
-            if self.filter_queue:
-                self.filter_queue.clear()
-            raise
+            has_failed = False
         finally:
             self.active_jobs = []
+            self.pages.resynchronise_after(jobs, has_failed=has_failed)
+            if has_failed and self.filter_queue:
+                self.filter_queue.clear()
 
     def begin(self) -> None:
         """Forget an abort that came too late for the iteration before."""

@@ -92,10 +92,9 @@ class GatedJob(GatedState, ExLlamaV2DynamicJob):  # type: ignore[misc]
         finally:
             if isinstance(self.pages[-1], _NoPage):
                 self.pages.pop()
-        is_over = self.outcomes[-1].finish_reason is not None
         if len(self.outcomes) >= self.room:
-            return is_over, torch.full_like(next_token, NO_TOKEN)
-        return is_over, next_token
+            return self.is_over, torch.full_like(next_token, NO_TOKEN)
+        return self.is_over, next_token
 
     # -- inside ----------------------------------------------------------------------------------------
 

@@ -80,10 +80,8 @@ class GatedGenerator(Generator):  # type: ignore[misc]
             has_failed = False
         finally:
             self.active_jobs = []
+            self.pages.resynchronise_after(jobs, has_failed=has_failed)
             for job in jobs:
-                # A row that failed counts as stored in its page; one that ended may have drafts behind it.
-                if job.may_sample and (has_failed or job.is_out) and job.num_stored >= job.chunk_end:
-                    self.pages.resynchronise(job)
                 wait(job.filter_futures)
                 job.filter_futures.clear()
                 job.logit_masks.clear()

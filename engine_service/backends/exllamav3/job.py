@@ -59,11 +59,6 @@ class GatedJob(GatedState, Job):  # type: ignore[misc]
         super().begin(chunk_end=chunk_end, may_sample=may_sample, room=room)
         self._rows.clear()
 
-    @property
-    def is_out(self) -> bool:
-        """Whether this iteration's tokens ended the output, or failed."""
-        return self.fault is not None or bool(self.outcomes and self.outcomes[-1].finish_reason)
-
     # -- called by the library's iteration ---------------------------------------------------------------
 
     def prepare_logit_mask(self) -> None:
@@ -100,7 +95,7 @@ class GatedJob(GatedState, Job):  # type: ignore[misc]
             return False, refusal, False
         next_token = torch.tensor([[self.generation.last_token]])
         self._keep(next_token)
-        if self.is_out or len(self.outcomes) >= self.room:
+        if self.is_over or len(self.outcomes) >= self.room:
             return False, refusal, False
         return False, next_token, False
 
