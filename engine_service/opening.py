@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from engine_service.backends.base import Backend, ModelSource
 from engine_service.engine.residence import Models
 from engine_service.scheduling.model import ModelId
-from engine_service.settings import BackendName, ExLlamaV2Settings, ModelSettings, Settings
-
-if TYPE_CHECKING:
-    from engine_service.backends.exllamav2.provision import Options
+from engine_service.settings import BackendName, ExLlamaV3Settings, ModelSettings, Settings
 
 Progress = Callable[[str], None]
 
@@ -59,15 +56,31 @@ def source_of(
                 name=name,
             )
         case BackendName.EXLLAMAV2:
-            from engine_service.backends.exllamav2.provision import ExLlamaV2Source
+            from engine_service.backends.exllamav2.provision import ExLlamaV2Source, Options
 
             return ExLlamaV2Source(
                 model.path,
-                options=_options(model.exllamav2),
+                options=Options(
+                    device=model.exllamav2.device.value,
+                    lora_paths=model.exllamav2.lora_paths,
+                    **_shared_options(model.exllamav2),
+                ),
                 cache_dir=cache_dir,
                 context_tokens=model.context_tokens,
                 max_sequences=model.max_sequences,
                 threads=model.threads,
+                progress=progress,
+                name=name,
+            )
+        case BackendName.EXLLAMAV3:
+            from engine_service.backends.exllama import folder
+            from engine_service.backends.exllamav3.provision import ExLlamaV3Source
+
+            return ExLlamaV3Source(
+                model.path,
+                options=folder.Options(**_shared_options(model.exllamav3)),
+                context_tokens=model.context_tokens,
+                max_sequences=model.max_sequences,
                 progress=progress,
                 name=name,
             )
@@ -81,16 +94,13 @@ def source_of(
             )
 
 
-def _options(own: ExLlamaV2Settings) -> Options:
-    from engine_service.backends.exllamav2.provision import Options
-
-    return Options(
-        device=own.device.value,
-        cache_type=own.cache_type.value,
-        chunk_tokens=own.chunk_tokens,
-        gpu_split=own.gpu_split,
-        tensor_parallel=own.tensor_parallel,
-        draft_tokens=own.draft_tokens,
-        draft_path=own.draft_path,
-        lora_paths=own.lora_paths,
-    )
+def _shared_options(own: ExLlamaV3Settings) -> dict[str, Any]:
+    """Return what both libraries are told."""
+    return {
+        "cache_type": own.cache_type.value,
+        "chunk_tokens": own.chunk_tokens,
+        "gpu_split": own.gpu_split,
+        "tensor_parallel": own.tensor_parallel,
+        "draft_tokens": own.draft_tokens,
+        "draft_path": own.draft_path,
+    }

@@ -76,6 +76,7 @@ class BackendName(StrEnum):
 
     LLAMA_CPP = "llama_cpp"
     EXLLAMAV2 = "exllamav2"
+    EXLLAMAV3 = "exllamav3"
     SIMULATED = "simulated"
 
 
@@ -87,7 +88,7 @@ class DeviceName(StrEnum):
 
 
 class CacheType(StrEnum):
-    """What ExLlamaV2's KV cache is stored as."""
+    """What the KV cache of ExLlamaV2 and ExLlamaV3 is stored as."""
 
     FP16 = "fp16"
     Q8 = "q8"
@@ -147,16 +148,22 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExLlamaV2Settings:
-    """What only this backend has."""
+class ExLlamaV3Settings:
+    """What ExLlamaV3 has, and ExLlamaV2 too."""
 
-    device: DeviceName = DeviceName.CUDA
     cache_type: CacheType = CacheType.FP16
     chunk_tokens: int = 512  #: longest forward pass of a prefill
     gpu_split: tuple[float, ...] = ()  #: GiB per GPU
     tensor_parallel: bool = False
     draft_tokens: int = 0  #: 0: no drafting
     draft_path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExLlamaV2Settings(ExLlamaV3Settings):
+    """What ExLlamaV2 has besides."""
+
+    device: DeviceName = DeviceName.CUDA
     lora_paths: tuple[Path, ...] = ()
 
 
@@ -172,7 +179,13 @@ class ModelSettings:
     requantise: bool = True
     divided_cache: bool = False  #: a part for each of max_sequences; llama.cpp only
     exllamav2: ExLlamaV2Settings = field(default_factory=ExLlamaV2Settings)
+    exllamav3: ExLlamaV3Settings = field(default_factory=ExLlamaV3Settings)
     max_iteration_s: float = 120.0  #: an iteration that lasts longer counts as hanging
+
+    @property
+    def cache_type(self) -> CacheType:
+        """Return what the KV cache is stored as; the chosen backend's, where it can be chosen."""
+        return (self.exllamav3 if self.backend is BackendName.EXLLAMAV3 else self.exllamav2).cache_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,6 +391,15 @@ POLICY_TABLE: Final = table(_POLICY_FIELDS, what="key")
 
 _ONLY_POLICY: Final = table({vol.Optional("policy"): POLICY_TABLE}, what="table")
 
+_EXLLAMAV3: Final[dict[Any, Validator]] = {
+    vol.Optional("cache_type"): member(CacheType),
+    vol.Optional("chunk_tokens"): _chunk,
+    vol.Optional("gpu_split"): list_of(number(above=0)),
+    vol.Optional("tensor_parallel"): boolean,
+    vol.Optional("draft_tokens"): whole_number(0, 8),
+    vol.Optional("draft_path"): _PATH,
+}
+
 _MODEL: Final[dict[Any, Validator]] = {
     vol.Optional("backend"): member(BackendName),
     vol.Optional("path"): _PATH,
@@ -388,17 +410,13 @@ _MODEL: Final[dict[Any, Validator]] = {
     vol.Optional("divided_cache"): boolean,
     vol.Optional("exllamav2"): table(
         {
+            **_EXLLAMAV3,
             vol.Optional("device"): member(DeviceName),
-            vol.Optional("cache_type"): member(CacheType),
-            vol.Optional("chunk_tokens"): _chunk,
-            vol.Optional("gpu_split"): list_of(number(above=0)),
-            vol.Optional("tensor_parallel"): boolean,
-            vol.Optional("draft_tokens"): whole_number(0, 8),
-            vol.Optional("draft_path"): _PATH,
             vol.Optional("lora_paths"): list_of(_PATH),
         },
         what="key",
     ),
+    vol.Optional("exllamav3"): table(_EXLLAMAV3, what="key"),
     vol.Optional("max_iteration_s"): number(1, 86_400),
 }
 
@@ -605,8 +623,11 @@ def _model(raw: Mapping[str, Any], base: Path) -> ModelSettings:
     given = dict(raw)
     if "path" in given:
         given["path"] = _located(given["path"], base)
-    exllamav2 = _exllamav2(given.pop("exllamav2", {}), base)
-    settings = ModelSettings(**given, exllamav2=exllamav2)
+    exllamav2 = given.pop("exllamav2", {})
+    loras = tuple(_located(path, base) for path in exllamav2.get("lora_paths", ()))
+    given["exllamav2"] = ExLlamaV2Settings(**_exllama(exllamav2, base) | {"lora_paths": loras})
+    given["exllamav3"] = ExLlamaV3Settings(**_exllama(given.get("exllamav3", {}), base))
+    settings = ModelSettings(**given)
     if settings.divided_cache and settings.backend is not BackendName.LLAMA_CPP:
         raise _BadTable('model.divided_cache is only for backend = "llama_cpp"')
     return settings
@@ -651,13 +672,13 @@ def _models(raw: Mapping[str, Any], residency: ResidencyPolicy, base: Path) -> t
     return tuple(models)
 
 
-def _exllamav2(raw: Mapping[str, Any], base: Path) -> ExLlamaV2Settings:
+def _exllama(raw: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return what ExLlamaV2's table and ExLlamaV3's have in common, and the rest as it is."""
     given = dict(raw)
     if "draft_path" in given:
         given["draft_path"] = _located(given["draft_path"], base)
-    given["lora_paths"] = tuple(_located(path, base) for path in given.pop("lora_paths", ()))
     given["gpu_split"] = tuple(given.pop("gpu_split", ()))
-    return ExLlamaV2Settings(**given)
+    return given
 
 
 def _policy(raw: Mapping[str, Any], base: Policy | None = None) -> Policy:

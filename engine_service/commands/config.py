@@ -41,6 +41,8 @@ EXAMPLES: Final = {
     "model.exllamav2.gpu_split": "[20.0, 20.0]",
     "model.exllamav2.draft_path": '"models/small-model"',
     "model.exllamav2.lora_paths": '["models/adapter"]',
+    "model.exllamav3.gpu_split": "[20.0, 20.0]",
+    "model.exllamav3.draft_path": '"models/small-model"',
     "models.name": '"coder"',
     "policy.time_zone": '"Europe/Berlin"',
     "residents.ID.name": '"Alice"',

@@ -117,6 +117,9 @@ def examine(settings: Settings) -> Iterator[Finding]:
             yield from _llama_cpp()
         case BackendName.EXLLAMAV2:
             yield from _exllamav2(settings)
+        case BackendName.EXLLAMAV3:
+            yield from _packages("exllamav3", "pip install --no-deps the wheel that fits your torch")
+            yield from _gpus()
         case BackendName.SIMULATED:
             yield doubtful("library", "the simulated backend answers without sense", "set model.backend")
     if not settings.models and settings.model.backend is not BackendName.SIMULATED:
@@ -201,12 +204,13 @@ def _llama_cpp() -> Iterator[Finding]:
         )
 
 
-def _exllamav2(settings: Settings) -> Iterator[Finding]:
+def _packages(library: str, how: str) -> Iterator[Finding]:
+    """Say which packages are there of those that a library for GPUs needs; how installs the library."""
     for package, advice in (
         ("torch", "install a CUDA build of torch, as docs/backends.md says"),
-        ("exllamav2", "pip install --no-deps exllamav2==0.3.2"),
-        ("safetensors", "in its checkout: pip install '.[exllamav2]'"),
-        ("tokenizers", "in its checkout: pip install '.[exllamav2]'"),
+        (library, how),
+        ("safetensors", f"in its checkout: pip install '.[{library}]'"),
+        ("tokenizers", f"in its checkout: pip install '.[{library}]'"),
     ):
         found = _version(package)
         yield (
@@ -214,6 +218,10 @@ def _exllamav2(settings: Settings) -> Iterator[Finding]:
             if found
             else bad("library", f"{package} is missing", advice)
         )
+
+
+def _exllamav2(settings: Settings) -> Iterator[Finding]:
+    yield from _packages("exllamav2", "pip install --no-deps exllamav2==0.3.2")
     if settings.model.exllamav2.device is not DeviceName.CUDA:
         yield doubtful(
             "gpu", "device is cpu-reference: for tests only", 'set model.exllamav2.device = "cuda"'
@@ -279,7 +287,7 @@ def _model(settings: Settings) -> Finding:
         return bad("model", str(error), "fairhearth models shows what is there; set model.path")
     except struct.error:
         return bad("model", "its header is cut short", "fetch the file again")
-    tokens, cache_type = settings.model.context_tokens, settings.model.exllamav2.cache_type.value
+    tokens, cache_type = settings.model.context_tokens, settings.model.cache_type.value
     needed = found.needed_bytes(tokens, cache_type)
     text = f"{found.name} ({found.architecture}), {size(needed)} with a cache of {tokens:,} tokens"
     there = available_bytes() if settings.model.backend is BackendName.LLAMA_CPP else None

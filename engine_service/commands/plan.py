@@ -108,7 +108,7 @@ def run_plan(parsed: argparse.Namespace, settings: Settings) -> int:
     """Run `fairhearth plan`."""
     settings = _for_named(parsed, settings)
     footprint = footprint_of(model_path(settings))
-    cache_type = parsed.cache_type or settings.model.exllamav2.cache_type.value
+    cache_type = parsed.cache_type or settings.model.cache_type.value
     memory = None if parsed.vram is None else int(parsed.vram * GIB)
     tokens = footprint.cache_tokens(settings.model.context_tokens)
     if memory is not None:
@@ -271,7 +271,7 @@ def _together(settings: Settings) -> dict[str, Any] | None:
         with contextlib.suppress(ModelError):
             if model.settings.backend is not BackendName.SIMULATED:
                 found = footprint_of(model_path(own))
-                cache_type = model.settings.exllamav2.cache_type.value
+                cache_type = model.settings.cache_type.value
                 needed = found.needed_bytes(model.settings.context_tokens, cache_type)
                 sizes.append((model.pinned, needed, model.name))
     chosen = sorted(sizes, reverse=True)[: settings.residency.max_loaded]
@@ -324,7 +324,7 @@ def _entry(path: Path, settings: Settings, memory: int | None) -> dict[str, Any]
         "is_configured": any(_is_of(path, model) for model in _all_models(settings)),
         "configured_as": [m.name for m in settings.models if _is_of(path, m.settings)],
     }
-    cache_type = settings.model.exllamav2.cache_type.value
+    cache_type = settings.model.cache_type.value
     try:
         found = footprint_of(path)
     except ModelError as error:

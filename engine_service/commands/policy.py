@@ -131,7 +131,7 @@ def _show_classes(out: Console, policy: Policy) -> None:
 def capacity_of(settings: Settings) -> Capacity:
     """Return what the settings' cache comes to; a model may be trained for less."""
     model = settings.model
-    page_tokens = 256 if model.backend is BackendName.EXLLAMAV2 else 32
+    page_tokens = 256 if model.backend in (BackendName.EXLLAMAV2, BackendName.EXLLAMAV3) else 32
     return Capacity(
         num_pages=model.context_tokens // page_tokens,
         page_tokens=page_tokens,

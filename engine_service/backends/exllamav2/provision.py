@@ -7,31 +7,28 @@ and exllamav2 are imported here, when a backend is opened.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_service.backends.base import GenerationOrder, Language, ModelError, ModelInfo, Tell
-from engine_service.backends.grammar import GrammarCompiler
-from engine_service.scheduling.model import Capacity
+from engine_service.backends.base import Language, ModelError, Tell
+from engine_service.backends.exllama import folder, gpu
+from engine_service.backends.exllama.folder import Library, Progress
 
 if TYPE_CHECKING:
     from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
-    from engine_service.backends.exllamav2.eye import DirectoryEye
-    from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
 
-Progress = Callable[[str], None]
-
-CACHE_TYPES: Final = ("fp16", "q8", "q6", "q4")
+LIBRARY: Final = Library(
+    backend="exllamav2",
+    name="ExLlamaV2",
+    packages=("torch", "exllamav2", "tokenizers", "safetensors", "numpy", "rich", "PIL"),
+    weights="EXL2, GPTQ or FP16",
+)
 _CACHE_BITS: Final = {"fp16": 16.0, "q8": 8.5, "q6": 6.5, "q4": 4.5}
 _CACHE_CLASSES: Final = {
     "fp16": "ExLlamaV2Cache",
@@ -39,23 +36,14 @@ _CACHE_CLASSES: Final = {
     "q6": "ExLlamaV2Cache_Q6",
     "q4": "ExLlamaV2Cache_Q4",
 }
-_PACKAGES: Final = ("torch", "exllamav2", "tokenizers", "safetensors", "numpy", "rich", "PIL")
 _OVERHEAD_BYTES: Final = 768 * 2**20  # context, kernels, buffers: an estimate; loading itself decides
-_PAGE_TOKENS: Final = 256  # of ExLlamaV2's paged cache
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(folder.Options):
     """How a model is loaded."""
 
     device: str = "cuda"  #: "cuda", or "cpu-reference": slow, for tests
-    cache_type: str = "fp16"  #: one of CACHE_TYPES
-    chunk_tokens: int = 512  #: longest forward pass of a prefill; a multiple of 256
-    gpu_split: tuple[float, ...] = ()  #: GiB per GPU; none: filled one after the other
-    tensor_parallel: bool = False
-    draft_tokens: int = 0  #: tokens drafted per iteration; 0 is off
-    draft_path: Path | None = None  #: a smaller model of the same vocabulary; none: drafts by n-grams
     lora_paths: tuple[Path, ...] = ()
 
 
@@ -134,49 +122,20 @@ class ExLlamaV2Source:
 
     def describe(self) -> Language:
         """Read the folder's tokenizer and configuration; raise ModelError for what is no model."""
-        _check(self._options, self._context_tokens)
-        _check_packages()
-        from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
-
-        directory = self._directory()
-        texts = DirectoryTokenizer(directory)
-        config = json.loads((directory / "config.json").read_text("utf-8"))
-        num_pages = self._context_tokens // _PAGE_TOKENS
-        # As the backend does: each request that drafts may need one page more.
-        num_pages -= self._max_sequences if self._options.draft_tokens else 0
-        capacity = Capacity(
-            num_pages=num_pages,
-            page_tokens=_PAGE_TOKENS,
+        self._options.check(self._context_tokens, library=LIBRARY.name)
+        LIBRARY.check_packages()
+        return folder.describe(
+            self._directory(),
+            name=self._name,
+            backend=LIBRARY.backend,
+            context_tokens=self._context_tokens,
             max_sequences=self._max_sequences,
-            max_context_tokens=min(
-                num_pages * _PAGE_TOKENS, config.get("max_position_embeddings") or self._context_tokens
-            ),
-            can_abort=True,
-            mixes_prefill_and_decode=False,
+            drafts=self._options.draft_tokens > 0,
         )
-        grammars = GrammarCompiler(texts.vocab_size, texts.grammar_tokenizer)
-        eye = _eye(directory, texts, self._options)
-
-        def validate(order: GenerationOrder) -> None:
-            if order.constraint is not None:
-                grammars.compile(order.constraint)
-
-        info = ModelInfo(
-            name=self._name or directory.name,
-            architecture=texts.architecture,
-            max_context_tokens=capacity.max_context_tokens,
-            vocab_size=texts.vocab_size,
-            chat_template=texts.chat_template,
-            bos_text=texts.bos_text,
-            eos_text=texts.eos_text,
-            backend="exllamav2",
-            can_see=eye is not None,
-        )
-        return Language(info=info, tokenizer=texts, capacity=capacity, validate=validate, eye=eye)
 
     def _directory(self) -> Path:
         if self._options.device != "cpu-reference":
-            return _check_directory(self._path)
+            return LIBRARY.check_folder(self._path)
         from engine_service.backends.exllamav2.cpu_reference import model_directory
         from engine_service.backends.exllamav2.gguf import GgufFile
         from engine_service.backends.llama_cpp.provision import default_model_path
@@ -208,100 +167,12 @@ def load(
     progress: Progress,
 ) -> tuple[Loaded, bool]:
     """Return a model with an empty cache, and whether that is paged; raise ModelError as `open_backend`."""
-    _check(options, context_tokens)
-    _check_packages()
-    cache_tokens = context_tokens - context_tokens % 256
+    options.check(context_tokens, library=LIBRARY.name)
+    LIBRARY.check_packages()
+    cache_tokens = context_tokens - context_tokens % folder.PAGE_TOKENS
     if options.device == "cpu-reference":
         return _load_reference(model_path, options, cache_tokens, cache_dir, threads), True
     return _load(model_path, options, cache_tokens, max_sequences, progress)
-
-
-# -- what is checked before anything is loaded -----------------------------------------------------------
-
-
-def _check(options: Options, context_tokens: int) -> None:
-    if context_tokens < 256:
-        raise ModelError(
-            f"context_tokens must be at least 256 with ExLlamaV2, one page, not {context_tokens}"
-        )
-    if options.cache_type not in CACHE_TYPES:
-        raise ModelError(f"cache_type must be one of {', '.join(CACHE_TYPES)}, not {options.cache_type!r}")
-    if options.chunk_tokens < 256 or options.chunk_tokens % 256:
-        raise ModelError(f"chunk_tokens must be a multiple of 256, at least 256, not {options.chunk_tokens}")
-    if options.draft_path is not None and not options.draft_tokens:
-        raise ModelError("draft_path needs draft_tokens of at least 1; with 0 nothing is drafted")
-
-
-def _check_packages() -> None:
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ModelError(
-            f"the backend exllamav2 needs Python packages that are not installed here: {', '.join(missing)}; "
-            "docs/gpu.md says which (scripts/setup exllamav2 builds an environment for the CPU)"
-        )
-
-
-def _check_directory(path: Path | None) -> Path:
-    if path is None:
-        raise ModelError(
-            "model.path must name a folder with EXL2, GPTQ or FP16 weights; there is no default on a GPU"
-        )
-    if not path.is_dir():
-        raise ModelError(f"{path}: this is not a folder; give the folder of an EXL2 model, not a file in it")
-    for name in ("config.json", "tokenizer.json"):
-        if not (path / name).is_file():
-            raise ModelError(f"{path}: there is no {name}; is the download complete?")
-    _check_weights(path)
-    return path
-
-
-def _check_weights(path: Path) -> None:
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ModelError(
-            f"{path}: there are no *.safetensors files; ExLlamaV2 loads EXL2, GPTQ or FP16 weights"
-        )
-    for file in files:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            header = int.from_bytes(opened.read(8), "little")
-            try:
-                described = json.loads(opened.read(min(header, size)))
-            except ValueError as error:
-                raise ModelError(f"{file}: the header is damaged; is the download complete?") from error
-        ends = [entry["data_offsets"][1] for name, entry in described.items() if name != "__metadata__"]
-        if ends and 8 + header + max(ends) > size:
-            raise ModelError(
-                f"{file}: the file is cut short: {size} bytes instead of {8 + header + max(ends)}"
-            )
-
-
-def _check_draft(path: Path, draft_path: Path) -> None:
-    from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
-
-    own, drafting = DirectoryTokenizer(path), DirectoryTokenizer(_check_directory(draft_path))
-    if not own.has_vocabulary_of(drafting):
-        raise ModelError(
-            f"{draft_path}: a model that drafts must have the vocabulary of the one it drafts for "
-            f"({own.vocab_size} tokens); this one has another ({drafting.vocab_size} tokens)"
-        )
-
-
-def _check_lora(path: Path) -> None:
-    described = path / "adapter_config.json"
-    if not described.is_file():
-        raise ModelError(f"{path}: there is no adapter_config.json; give the folder of a LoRA adapter")
-    try:
-        config = json.loads(described.read_text("utf-8"))
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{described}: must be a JSON object with the numbers r and lora_alpha ({error})"
-        ) from error
-    if rank < 1 or alpha <= 0 or config.get("fan_in_fan_out"):
-        raise ModelError(f"{described}: r and lora_alpha must be above 0 and fan_in_fan_out must not be set")
-    if not (path / "adapter_model.bin").is_file():
-        _check_weights(path)
 
 
 # -- on the CPU ------------------------------------------------------------------------------------------
@@ -345,14 +216,18 @@ def _load(
     model_path: Path | None, options: Options, cache_tokens: int, max_sequences: int, progress: Progress
 ) -> tuple[Loaded, bool]:
     """Return the model and whether its cache is paged."""
-    path = _check_directory(model_path)
+    path = LIBRARY.check_folder(model_path)
     if options.draft_path is not None:
-        _check_draft(path, options.draft_path)
+        LIBRARY.check_draft(path, options.draft_path)
     for lora in options.lora_paths:
         _check_lora(lora)
-    torch = _cuda()
-    _check_split(torch, options.gpu_split)
-    _check_extension(progress)
+    torch = gpu.cuda(
+        without="install a CUDA build that ExLlamaV2 has wheels for (2.9 at most), or use "
+        'device = "cpu-reference" or backend = "llama_cpp"'
+    )
+    gpu.check_split(torch, options.gpu_split)
+    if gpu.needs_compiling("exllamav2", "exllamav2_ext"):
+        progress("compiling ExLlamaV2's kernels, once; this takes several minutes")
     library = importlib.import_module("exllamav2")
     attention = importlib.import_module("exllamav2.attn")
     from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
@@ -365,18 +240,12 @@ def _load(
             "flash-attn 2.5.7 or later is not usable here: the cache is not paged, and one request runs at a "
             "time; others wait, and a more urgent one takes its place"
         )
-    texts = DirectoryTokenizer(path)
-    eye = _eye(path, texts, options)
     needed = _needed_bytes(path, config, options.cache_type, cache_tokens)
     draft_path, draft_config = options.draft_path, None
     if draft_path is not None:
         draft_config = _config(library, draft_path, options, cache_tokens, max_sequences)
         needed += _needed_bytes(draft_path, draft_config, options.cache_type, cache_tokens)
     _check_memory(torch, needed)
-    # First, so that what the model and its cache take is fitted into what the tower leaves.
-    tower = None if eye is None else _tower(library, config)
-    if config.vision_model_type is not None and (blinds := _blinds(options)):
-        progress(f"{path.name} could look at pictures, but not {blinds}: they are refused")
     model, cache = _into_memory(library, torch, config, options, cache_tokens)
     draft_model = draft_cache = None
     if draft_config is not None:
@@ -387,63 +256,29 @@ def _load(
         model=model,
         cache=cache,
         tokenizer=library.ExLlamaV2Tokenizer(config),
-        texts=texts,
+        texts=DirectoryTokenizer(path),
         draft_model=draft_model,
         draft_cache=draft_cache,
         loras=loras,
-        tower=tower,
-        eye=eye,
     )
     return loaded, paged
 
 
-def _eye(directory: Path, texts: DirectoryTokenizer, options: Options) -> DirectoryEye | None:
-    """Return what reads pictures for a model, None where it sees nothing or is loaded so that it cannot."""
-    from engine_service.backends.exllamav2.eye import eye_of
-
-    return None if _blinds(options) else eye_of(directory, texts)
-
-
-def _blinds(options: Options) -> str:
-    """Return what of the options a model that sees cannot have, empty if nothing."""
-    if options.draft_path is not None:
-        return "with a draft model"
-    if options.tensor_parallel:
-        return "with tensor parallelism"
-    return "on this device" if options.device == "cpu-reference" else ""
-
-
-def _tower(library: Any, config: Any) -> Any:
+def _check_lora(path: Path) -> None:
+    described = path / "adapter_config.json"
+    if not described.is_file():
+        raise ModelError(f"{path}: there is no adapter_config.json; give the folder of a LoRA adapter")
     try:
-        tower = library.ExLlamaV2VisionTower(config)
-        tower.load()
-    except Exception as error:  # the library asserts, or misses a key; out of memory is a RuntimeError
+        config = json.loads(described.read_text("utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{config.model_dir}: the part of the model that looks at pictures could not be loaded "
-            f"({type(error).__name__}: {error})"
+            f"{described}: must be a JSON object with the numbers r and lora_alpha ({error})"
         ) from error
-    return tower
-
-
-def _cuda() -> Any:
-    torch = importlib.import_module("torch")
-    if torch.version.cuda is None:
-        raise ModelError(
-            f"torch {torch.__version__} was built without CUDA; install a CUDA build that ExLlamaV2 has "
-            'wheels for (2.9 at most), or use device = "cpu-reference" or backend = "llama_cpp"'
-        )
-    if not torch.cuda.is_available():
-        raise ModelError(
-            "torch finds no usable NVIDIA GPU; check that nvidia-smi lists one, and that a container was "
-            'given it (--gpus all); without a GPU use backend = "llama_cpp"'
-        )
-    return torch
-
-
-def _check_split(torch: Any, gpu_split: tuple[float, ...]) -> None:
-    num_gpus = torch.cuda.device_count()
-    if len(gpu_split) > num_gpus:
-        raise ModelError(f"gpu_split names {len(gpu_split)} GPUs, and torch finds {num_gpus}")
+    if rank < 1 or alpha <= 0 or config.get("fan_in_fan_out"):
+        raise ModelError(f"{described}: r and lora_alpha must be above 0 and fan_in_fan_out must not be set")
+    if not (path / "adapter_model.bin").is_file():
+        folder.check_weights(path, "a LoRA adapter has them, or adapter_model.bin")
 
 
 def _lora(library: Any, model: Any, path: Path) -> Any:
@@ -453,17 +288,6 @@ def _lora(library: Any, model: Any, path: Path) -> Any:
         raise ModelError(
             f"{path}: this LoRA does not fit the model ({type(error).__name__}: {error})"
         ) from error
-
-
-def _check_extension(progress: Progress) -> None:
-    if find_spec("exllamav2_ext") is not None:
-        return
-    if shutil.which("nvcc") is None or not os.environ.get("CUDA_HOME"):
-        raise ModelError(
-            "exllamav2 is installed without its compiled part (exllamav2_ext); install a wheel that matches "
-            "Python, torch and CUDA, or set CUDA_HOME and have nvcc on PATH to compile it once"
-        )
-    progress("compiling ExLlamaV2's kernels, once; this takes several minutes")
 
 
 def _config(library: Any, path: Path, options: Options, cache_tokens: int, max_sequences: int) -> Any:
@@ -488,17 +312,18 @@ def _config(library: Any, path: Path, options: Options, cache_tokens: int, max_s
 
 
 def _needed_bytes(path: Path, config: Any, cache_type: str, cache_tokens: int) -> int:
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in folder.weight_files(path))
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return weights + int(per_token * cache_tokens * _CACHE_BITS[cache_type] / 8) + _OVERHEAD_BYTES
 
 
 def _check_memory(torch: Any, needed: int) -> None:
-    free = sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+    free = gpu.free_bytes(torch)
     if needed > free:
         raise ModelError(
-            f"the model and its cache need about {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of GPU "
-            "memory are free; use a smaller model, fewer context_tokens, or a smaller cache_type (q8, q6, q4)"
+            f"the model and its cache need about {needed / gpu.GIB:.1f} GiB, and {free / gpu.GIB:.1f} GiB of "
+            "GPU memory are free; use a smaller model, fewer context_tokens, or a smaller cache_type (q8, "
+            "q6, q4)"
         )
 
 
@@ -521,6 +346,5 @@ def _into_memory(
     except (RuntimeError, ValueError) as error:
         # Out of memory, among others: torch.cuda.OutOfMemoryError is a RuntimeError.
         model.unload()
-        gc.collect()
-        torch.cuda.empty_cache()
+        gpu.give_back(torch)
         raise ModelError(f"{config.model_dir}: the model could not be loaded ({error})") from error
