@@ -61,6 +61,14 @@ def digest(ids: np.ndarray[Any, Any]) -> int:
     return mixed ^ (mixed >> 31)
 
 
+def folder_with_weights(folder: Path) -> Path:
+    """Return a model folder whose files are whole, with weights of nothing."""
+    folder.mkdir(parents=True)
+    make_model_directory(folder)
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return folder
+
+
 def chained(before: int, ids: Sequence[int]) -> list[int]:
     """Return what is stored with tokens: 10 bits that depend on each token and on all before it."""
     chain = []

@@ -20,6 +20,7 @@ from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, 
 
 from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
+from engine_service.backends.exllamav2.provision import ExLlamaV2Source, Options
 from tests.backends.echo import PAGE, SPECIAL, Echo, chained, read_back
 
 
@@ -157,3 +158,21 @@ def iterate_ungated(loaded: Loaded, prompts: Sequence[tuple[int, ...]], *, chunk
         job = ExLlamaV2DynamicJob(input_ids=torch.tensor([ids]), max_new_tokens=50, gen_settings=settings)
         library.enqueue(job)
     library.iterate()
+
+
+def source(path: Path | None, *, context_tokens: int, max_sequences: int, **options: Any) -> ExLlamaV2Source:
+    """Return where the model of a folder comes from."""
+    return ExLlamaV2Source(
+        path,
+        options=Options(**options),
+        cache_dir=Path("unused"),
+        context_tokens=context_tokens,
+        max_sequences=max_sequences,
+        threads=None,
+        progress=lambda _: None,
+    )
+
+
+def opened(path: Path | None, *, context_tokens: int = 2048, **options: Any) -> ExLlamaV2Backend:
+    """Open a folder as the engine does; there is no GPU, so that fails at the latest when one is needed."""
+    return source(path, context_tokens=context_tokens, max_sequences=2, **options).open(lambda _: None)

@@ -17,8 +17,10 @@ import torch
 from exllamav3 import Generator, Job
 
 from engine_service.backends.exllama.backend import Loaded
+from engine_service.backends.exllama.folder import Options
 from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav3.backend import ExLlamaV3Backend
+from engine_service.backends.exllamav3.provision import ExLlamaV3Source
 from tests.backends.echo import PAGE, Echo, chained, read_back
 
 
@@ -151,3 +153,19 @@ def iterate_ungated(loaded: Loaded, prompts: Sequence[tuple[int, ...]], *, chunk
     for ids in prompts:
         library.enqueue(Job(input_ids=torch.tensor([ids]), max_new_tokens=50))
     library.iterate()
+
+
+def source(path: Path | None, *, context_tokens: int, max_sequences: int, **options: Any) -> ExLlamaV3Source:
+    """Return where the model of a folder comes from."""
+    return ExLlamaV3Source(
+        path,
+        options=Options(**options),
+        context_tokens=context_tokens,
+        max_sequences=max_sequences,
+        progress=lambda _: None,
+    )
+
+
+def opened(path: Path | None, *, context_tokens: int = 2048, **options: Any) -> ExLlamaV3Backend:
+    """Open a folder as the engine does; there is no GPU, so that fails at the latest when one is needed."""
+    return source(path, context_tokens=context_tokens, max_sequences=2, **options).open(lambda _: None)

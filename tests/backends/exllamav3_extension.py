@@ -84,7 +84,7 @@ def install() -> None:
     sys.modules["exllamav3_ext"] = _extension()
     with _triton(), contextlib.redirect_stdout(sys.stderr):
         importlib.import_module("exllamav3")
-        importlib.import_module("exllamav3.modules.block_sparse_mlp_cpu")
+        importlib.import_module("exllamav3.architecture.architectures")
     generator: Any = importlib.import_module("exllamav3.generator.generator")
     generator.torch = _WithoutGpu()
 

@@ -159,10 +159,11 @@ async def test_a_model_file_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is installed here")
-async def test_a_backend_whose_packages_are_missing_is_told(tmp_path: Path) -> None:
-    code, out, err = await run(tmp_path, "serve", "--backend", "exllamav2", "--port", "0")
+@pytest.mark.parametrize("backend", ["exllamav2", "exllamav3"])
+async def test_a_backend_whose_packages_are_missing_is_told(tmp_path: Path, backend: str) -> None:
+    code, out, err = await run(tmp_path, "serve", "--backend", backend, "--port", "0")
     assert (code, out) == (4, "")
-    assert "needs Python packages that are not installed here: torch, exllamav2" in err
+    assert f"the backend {backend} needs Python packages that are not installed here: torch, {backend}" in err
     assert "Traceback" not in err
 
 

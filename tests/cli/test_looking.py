@@ -22,6 +22,7 @@ from engine_service.protocol import ResidentRequest
 from engine_service.scheduling.model import ClassPolicy, Policy, ResidencyPolicy
 from engine_service.settings import (
     ExLlamaV2Settings,
+    ExLlamaV3Settings,
     LogSettings,
     ModelSettings,
     NamedModel,
@@ -425,8 +426,9 @@ def test_every_key_of_the_settings_is_explained() -> None:
         return {field.name for field in dataclasses.fields(kind)}
 
     assert explained["server"] == names(ServerSettings) | {"token"}
-    assert explained["model"] == names(ModelSettings) - {"exllamav2"}
+    assert explained["model"] == names(ModelSettings) - {"exllamav2", "exllamav3"}
     assert explained["model.exllamav2"] == names(ExLlamaV2Settings)
+    assert explained["model.exllamav3"] == names(ExLlamaV3Settings)
     assert explained["models"] == names(NamedModel) - {"settings"}
     assert explained["residency"] == names(ResidencyPolicy)
     assert explained["policy"] == names(Policy) - {"classes"} | {"scheduler", "time_zone"}
@@ -482,6 +484,7 @@ async def test_the_doctor_finds_this_machine_fit_to_serve(tmp_path: Path) -> Non
         ("[server]\nhost = '192.0.2.7'", "port", "192.0.2.7:8321"),
         ("[paths]\nstate_dir = 'fairhearth.toml/x'", "state", "is no folder"),
         ("[model]\nbackend = 'exllamav2'\npath = 'missing'", "library", "is missing"),
+        ("[model]\nbackend = 'exllamav3'\npath = 'missing'", "library", "is missing"),
     ],
 )
 async def test_the_doctor_says_what_stops_the_engine(

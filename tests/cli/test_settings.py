@@ -12,7 +12,9 @@ from engine_service.errors import SettingsError
 from engine_service.scheduling.model import ClassPolicy, FairnessGoal, Policy, ResidencyPolicy, WorkloadClass
 from engine_service.settings import (
     BackendName,
+    CacheType,
     ExLlamaV2Settings,
+    ExLlamaV3Settings,
     LogFormat,
     LogSettings,
     ModelSettings,
@@ -130,7 +132,7 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
         ),
         (
             "[model]\nbackend = 'cuda'",
-            "model.backend must be one of llama_cpp, exllamav2, simulated, not 'cuda'",
+            "model.backend must be one of llama_cpp, exllamav2, exllamav3, simulated, not 'cuda'",
         ),
         (
             "[model.exllamav2]\nchunk_tokens = 128",
@@ -139,6 +141,8 @@ def test_a_file_is_read_as_documented(tmp_path: Path) -> None:
         ("[model.exllamav2]\nchunk_tokens = 700", "model.exllamav2.chunk_tokens must be a multiple of 256"),
         ("[model.exllamav2]\ncache_type = 'fp8'", "cache_type must be one of fp16, q8, q6, q4, not 'fp8'"),
         ("[model.exllamav2]\ndraft_tokens = 9", "draft_tokens must be a whole number from 0 to 8"),
+        ("[model.exllamav3]\nchunk_tokens = 700", "model.exllamav3.chunk_tokens must be a multiple of 256"),
+        ("[model.exllamav3]\nlora_paths = ['x']", "model.exllamav3.lora_paths"),
         ("[model]\nthreads = 0", "model.threads must be a whole number from 1"),
         ("[model]\nthreads = 9999", "model.threads must be a whole number from 1 to"),
         (
@@ -275,11 +279,33 @@ def test_several_models_are_read_in_their_order(tmp_path: Path) -> None:
     settings = read(tmp_path, TWO)
     house, coder = settings.models
     assert (house.name, house.pinned, house.settings.path) == ("house", True, tmp_path / "house.gguf")
-    assert coder.settings.exllamav2.cache_type == "q8"
+    assert coder.settings.cache_type == coder.settings.exllamav2.cache_type == "q8"
     assert settings.model == house.settings
     assert settings.embedding_model == "coder"
     assert (settings.residency.max_loaded, settings.residency.min_stay_s) == (2, 5)
     assert read(tmp_path, "[model]\ncontext_tokens = 512").models == ()
+
+
+def test_each_library_has_a_table_of_its_own(tmp_path: Path) -> None:
+    text = """
+[model]
+backend = "exllamav3"
+[model.exllamav2]
+cache_type = "q8"
+lora_paths = ["adapter"]
+[model.exllamav3]
+cache_type = "q4"
+draft_tokens = 3
+draft_path = "small"
+gpu_split = [20.5, 20]
+"""
+    model = read(tmp_path, text).model
+    assert model.exllamav3 == ExLlamaV3Settings(
+        cache_type=CacheType.Q4, draft_tokens=3, draft_path=tmp_path / "small", gpu_split=(20.5, 20)
+    )
+    assert model.cache_type is CacheType.Q4
+    assert model.exllamav2.lora_paths == (tmp_path / "adapter",)
+    assert model.exllamav2.draft_path is None
 
 
 @pytest.mark.parametrize(
@@ -321,8 +347,9 @@ def test_a_token_never_shows_when_settings_are_printed(tmp_path: Path) -> None:
     ("section", "kind", "without"),
     [
         ("## `[server]`", ServerSettings, set()),
-        ("## `[model]`", ModelSettings, {"exllamav2"}),
+        ("## `[model]`", ModelSettings, {"exllamav2", "exllamav3"}),
         ("## `[model.exllamav2]`", ExLlamaV2Settings, set()),
+        ("## `[model.exllamav3]`", ExLlamaV3Settings, set()),
         ("## `[[models]]`", NamedModel, {"settings"}),
         ("## `[residency]`", ResidencyPolicy, set()),
         ("## `[policy]`", Policy, {"classes"}),

@@ -54,12 +54,14 @@ class Library:
 
     backend: str  #: as in the settings
     name: str
-    packages: tuple[str, ...]  #: what must be importable
+    packages: tuple[str, ...]  #: what must be importable to read a model's folder
+    kernels: tuple[str, ...]  #: and to compute
     weights: str  #: the kinds of weights it loads
 
-    def check_packages(self) -> None:
-        """Raise ModelError that names the packages that are missing."""
-        listed = ", ".join(name for name in self.packages if find_spec(name) is None)
+    def check_packages(self, *, computes: bool = False) -> None:
+        """Raise ModelError that names the packages that are missing, those that `computes` needs included."""
+        wanted = self.packages + (self.kernels if computes else ())
+        listed = ", ".join(name for name in wanted if find_spec(name) is None)
         if listed:
             raise ModelError(
                 f"the backend {self.backend} needs Python packages that are not installed here: "
@@ -120,22 +122,31 @@ def weight_files(path: Path) -> Sequence[Path]:
 
 
 def describe(
-    directory: Path, *, name: str | None, backend: str, context_tokens: int, max_sequences: int, drafts: bool
+    directory: Path,
+    *,
+    name: str | None,
+    backend: str,
+    context_tokens: int,
+    max_sequences: int,
+    drafts: bool,
+    untold_tokens: int | None = None,
 ) -> Language:
     """Return what a backend of this folder will offer; raise ModelError for a folder that is no model.
 
-    name is what the API lists, else it is called as its folder. drafts: tokens are drafted.
+    name is what the API lists, else it is called as its folder. drafts: tokens are drafted. untold_tokens:
+    what the library takes for the longest context where config.json has none.
     """
     texts = DirectoryTokenizer(directory)
     config = json.loads((directory / "config.json").read_text("utf-8"))
     num_pages = context_tokens // PAGE_TOKENS
     # As the backend does: each request that drafts may need one page more.
     num_pages -= max_sequences if drafts else 0
+    trained_tokens = _trained_tokens(config) or untold_tokens or context_tokens
     capacity = Capacity(
         num_pages=num_pages,
         page_tokens=PAGE_TOKENS,
         max_sequences=max_sequences,
-        max_context_tokens=min(num_pages * PAGE_TOKENS, _trained_tokens(config) or context_tokens),
+        max_context_tokens=min(num_pages * PAGE_TOKENS, trained_tokens),
         can_abort=True,
         mixes_prefill_and_decode=False,
     )

@@ -27,6 +27,7 @@ LIBRARY: Final = Library(
     backend="exllamav2",
     name="ExLlamaV2",
     packages=("torch", "exllamav2", "tokenizers", "safetensors", "numpy", "rich", "PIL"),
+    kernels=(),
     weights="EXL2, GPTQ or FP16",
 )
 _CACHE_BITS: Final = {"fp16": 16.0, "q8": 8.5, "q6": 6.5, "q4": 4.5}

@@ -25,9 +25,11 @@ LIBRARY: Final = Library(
     backend="exllamav3",
     name="ExLlamaV3",
     packages=("torch", "exllamav3", "tokenizers", "safetensors", "numpy", "rich", "PIL", "yaml", "pydantic",
-              "llguidance", "triton", "marisa_trie"),
+              "llguidance"),
+    kernels=("triton", "marisa_trie"),
     weights="EXL3 or FP16",
 )  # fmt: skip
+_UNTOLD_TOKENS: Final = 8192  # the library's longest context of a model that does not say
 _CACHE_BITS: Final = {"q8": 8, "q6": 6, "q4": 4}
 
 
@@ -62,6 +64,7 @@ class ExLlamaV3Source:
             context_tokens=self._context_tokens,
             max_sequences=self._max_sequences,
             drafts=self._options.draft_tokens > 0,
+            untold_tokens=_UNTOLD_TOKENS,
         )
 
     def open(self, tell: Tell) -> ExLlamaV3Backend:
@@ -130,6 +133,7 @@ def _load(
         without="install a CUDA build that ExLlamaV3 has wheels for (2.7 to 2.11), or use "
         'backend = "llama_cpp"'
     )
+    LIBRARY.check_packages(computes=True)
     gpu.check_split(torch, options.gpu_split)
     if gpu.needs_compiling("exllamav3", "exllamav3_ext"):
         progress("compiling ExLlamaV3's kernels, once; this takes many minutes")
@@ -140,10 +144,10 @@ def _load(
     draft_model = draft_cache = None
     if options.draft_path is not None:
         draft_model, draft_cache = unloaded(options.draft_path, options, cache_tokens, is_draft=True)
-        _into_memory(torch, draft_model, draft_cache, options, max_sequences, lambda _: None)
+        into_memory(torch, draft_model, draft_cache, options, max_sequences, lambda _: None)
     model, cache = unloaded(path, options, cache_tokens)
     try:
-        _into_memory(torch, model, cache, options, max_sequences, tell)
+        into_memory(torch, model, cache, options, max_sequences, tell)
     except ModelError:
         if draft_model is not None:
             draft_model.unload()
@@ -183,9 +187,8 @@ def unloaded(path: Path, options: Options, cache_tokens: int, *, is_draft: bool 
     return model, library.Cache(model, max_num_tokens=cache_tokens, **layers)
 
 
-def _into_memory(
-    torch: Any, model: Any, cache: Any, options: Options, max_sequences: int, tell: Tell
-) -> None:
+def into_memory(torch: Any, model: Any, cache: Any, options: Options, max_sequences: int, tell: Tell) -> None:
+    """Load a model that is `unloaded`, with its cache; raise ModelError where it does not fit."""
     free = gpu.free_bytes(torch)
     try:
         model.load(
@@ -196,14 +199,13 @@ def _into_memory(
             max_batch_size=max_sequences,
             callback=lambda done, total: tell(done / max(1, total)),
         )
-    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        # Out of memory, among others: torch.cuda.OutOfMemoryError is a RuntimeError.
+    except Exception as error:  # out of memory, assertions and the like
         model.unload()
         gpu.give_back(torch)
         raise ModelError(
-            f"{model.config.directory}: the model could not be loaded ({error}); its files have "
-            f"{_gib(_weights(model))}, its cache {_gib(_cache(cache))}, and {_gib(free)} of GPU memory "
-            "were free"
+            f"{model.config.directory}: the model could not be loaded ({type(error).__name__}: {error}); its "
+            f"files have {_gib(_weights(model))}, its cache {_gib(_cache(cache))}, and {_gib(free)} of GPU "
+            "memory were free"
         ) from error
 
 

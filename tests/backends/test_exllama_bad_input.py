@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 import pytest
 
 from engine_service.backends.base import Constraint, ConstraintKind, FinishReason, ModelError, Sampling
-from engine_service.backends.exllamav2.backend import ExLlamaV2Backend
-from engine_service.backends.exllamav2.provision import Options, open_backend
 from engine_service.engine.loop import Engine
 from engine_service.engine.sessions import Finished, Order
 from engine_service.errors import EngineError, InvalidRequest, PromptTooLong
 from engine_service.scheduling.model import Policy, Resident, ResidentId, WorkloadClass
-from tests.backends.echo import make_model_directory
-from tests.backends.exllamav2_cpu import PAGE, make_backend
+from tests.backends.conftest import Library
+from tests.backends.echo import PAGE, folder_with_weights
 
 ALICE = ResidentId("alice")
 ASKED = Order(
@@ -32,32 +29,6 @@ ASKED = Order(
 )
 
 
-def folder_with_weights(folder: Path) -> Path:
-    """Return a model folder whose files are whole, with weights of nothing."""
-    folder.mkdir(parents=True)
-    make_model_directory(folder)
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return folder
-
-
-def lora(folder: Path, config: Mapping[str, Any] | str) -> Path:
-    folder.mkdir()
-    text = config if isinstance(config, str) else json.dumps(config)
-    (folder / "adapter_config.json").write_text(text)
-    return folder
-
-
-def opened(model: Path, **options: Any) -> ExLlamaV2Backend:
-    return open_backend(
-        model,
-        options=Options(**options),
-        cache_dir=model.parent / "cache",
-        context_tokens=2048,
-        max_sequences=2,
-        progress=lambda _: None,
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -65,16 +36,66 @@ def opened(model: Path, **options: Any) -> ExLlamaV2Backend:
         ({"chunk_tokens": 128}, "chunk_tokens must be a multiple of 256, at least 256, not 128"),
         ({"draft_path": Path("x")}, "draft_path needs draft_tokens of at least 1"),
         ({"draft_path": Path("none"), "draft_tokens": 2}, "none: this is not a folder"),
-        ({"lora_paths": (Path("none"),)}, r"none: there is no adapter_config\.json"),
+        ({"context_tokens": 255}, "context_tokens must be at least 256 with ExLlamaV., one page, not 255"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_a_setting_that_cannot_be_is_named(
+    library: Library, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     model = folder_with_weights(tmp_path / "model")
     with pytest.raises(ModelError, match=message):
-        opened(model, **options)
+        library.opened(model, **options)
 
 
-def test_a_model_that_drafts_must_have_the_same_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("config.json", r"there is no config\.json; is the download complete"),
+        ("tokenizer.json", r"there is no tokenizer\.json; is the download complete"),
+        (
+            "model.safetensors",
+            r"there are no \*\.safetensors files; ExLlamaV. loads EXL",
+        ),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_named(
+    library: Library, tmp_path: Path, broken: str, message: str
+) -> None:
+    model = folder_with_weights(tmp_path / "model")
+    (model / broken).unlink()
+    with pytest.raises(ModelError, match=message) as raised:
+        library.opened(model)
+    assert str(model) in str(raised.value)
+
+
+def test_a_file_that_is_cut_short_or_no_folder_at_all_is_named(library: Library, tmp_path: Path) -> None:
+    model = folder_with_weights(tmp_path / "model")
+    header = b'{"a":{"data_offsets":[0,64]}}'
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(ModelError, match="the file is cut short: 41 bytes instead of 101"):
+        library.opened(model)
+    (model / "model.safetensors").write_bytes((99).to_bytes(8, "little") + b"{")
+    with pytest.raises(ModelError, match=r"model\.safetensors: the header is damaged"):
+        library.opened(model)
+    with pytest.raises(ModelError, match="this is not a folder; give the folder of an EXL"):
+        library.opened(model / "config.json")
+    with pytest.raises(ModelError, match=r"model\.path must name a folder with EXL"):
+        library.opened(None)
+
+
+def test_what_a_source_describes_is_what_its_backend_offers(
+    library: Library, echo_directory: Path, tmp_path: Path
+) -> None:
+    """Requests are judged by the description while the model is not in memory."""
+    folder = folder_with_weights(tmp_path / "model")
+    described = library.source(folder, context_tokens=8 * PAGE + 9, max_sequences=3).describe()
+    backend = library.make_backend(echo_directory, cache_tokens=8 * PAGE, max_sequences=3)
+    assert described.capacity == backend.capacity
+    assert replace(described.info, name="echo") == backend.info
+    backend.close()
+
+
+def test_a_model_that_drafts_must_have_the_same_vocabulary(library: Library, tmp_path: Path) -> None:
     model, drafting = folder_with_weights(tmp_path / "model"), folder_with_weights(tmp_path / "draft")
     path = drafting / "tokenizer.json"
     described = json.loads(path.read_text())
@@ -82,30 +103,10 @@ def test_a_model_that_drafts_must_have_the_same_vocabulary(tmp_path: Path) -> No
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(described))
     with pytest.raises(ModelError, match="draft: a model that drafts must have the vocabulary of the one"):
-        opened(model, draft_path=drafting, draft_tokens=2)
+        library.opened(model, draft_path=drafting, draft_tokens=2)
     shutil.copy(model / "tokenizer.json", path)
     with pytest.raises(ModelError, match=r"without CUDA|no usable NVIDIA GPU"):
-        opened(model, draft_path=drafting, draft_tokens=2)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("{", "must be a JSON object with the numbers r and lora_alpha"),
-        ({"r": 8}, "must be a JSON object with the numbers r and lora_alpha"),
-        ({"r": "eight", "lora_alpha": 16}, "must be a JSON object with the numbers r and lora_alpha"),
-        ({"r": 0, "lora_alpha": 16}, "r and lora_alpha must be above 0"),
-        ({"r": 8, "lora_alpha": 16, "fan_in_fan_out": True}, "fan_in_fan_out must not be set"),
-        ({"r": 8, "lora_alpha": 16}, r"there are no \*\.safetensors files"),
-    ],
-)
-def test_a_lora_that_cannot_be_is_named(
-    tmp_path: Path, config: Mapping[str, Any] | str, message: str
-) -> None:
-    model, adapter = folder_with_weights(tmp_path / "model"), lora(tmp_path / "lora", config)
-    with pytest.raises(ModelError, match=message) as raised:
-        opened(model, lora_paths=(adapter,))
-    assert str(adapter) in str(raised.value)
+        library.opened(model, draft_path=drafting, draft_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,14 @@ def test_a_lora_that_cannot_be_is_named(
     ],
 )
 async def test_a_request_that_cannot_be_is_named_and_the_next_one_is_served(
-    echo_directory: Path, changes: dict[str, Any], error: type[EngineError], status: int, message: str
+    library: Library,
+    echo_directory: Path,
+    changes: dict[str, Any],
+    error: type[EngineError],
+    status: int,
+    message: str,
 ) -> None:
-    backend = make_backend(echo_directory, cache_tokens=8 * PAGE, max_sequences=2)
+    backend = library.make_backend(echo_directory, cache_tokens=8 * PAGE, max_sequences=2)
     engine = Engine(backend, residents=(Resident(resident_id=ALICE),), policy=Policy(voice_headroom_pages=1))
     await engine.start()
     try:
@@ -147,8 +153,8 @@ async def test_a_request_that_cannot_be_is_named_and_the_next_one_is_served(
         await engine.stop(drain_s=0)
 
 
-async def test_more_tokens_than_ever_fit_are_cut_to_what_fits(echo_directory: Path) -> None:
-    backend = make_backend(echo_directory, cache_tokens=4 * PAGE, max_sequences=2)
+async def test_more_tokens_than_ever_fit_are_cut_to_what_fits(library: Library, echo_directory: Path) -> None:
+    backend = library.make_backend(echo_directory, cache_tokens=4 * PAGE, max_sequences=2)
     engine = Engine(backend, residents=(Resident(resident_id=ALICE),), policy=Policy(voice_headroom_pages=1))
     await engine.start()
     try:

@@ -1,4 +1,4 @@
-"""The engine's loop on ExLlamaV2's own generator: exact texts, no page lost, decisions that replay."""
+"""The engine's loop on both libraries' own generators: exact texts, no page lost, decisions that replay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from engine_service.errors import GenerationFailed, InvalidRequest
 from engine_service.scheduling.decisions import Compose, Preempt
 from engine_service.scheduling.model import Policy, Resident, ResidentId, WorkloadClass
 from engine_service.scheduling.scheduler import Scheduler
-from tests.backends.exllamav2_cpu import PAGE, EchoModel, ExLlamaV2Backend, make_backend
+from tests.backends.conftest import AnyBackend, Library
+from tests.backends.echo import PAGE, Echo
 
 RESIDENTS = tuple(Resident(resident_id=ResidentId(name)) for name in ("alice", "bob"))
 
@@ -30,9 +31,9 @@ def prompt(length: int, *, kind: int) -> tuple[int, ...]:
 
 @asynccontextmanager
 async def running(
-    directory: Path, **options: Any
-) -> AsyncIterator[tuple[Engine, ExLlamaV2Backend, EchoModel]]:
-    backend = make_backend(directory, cache_tokens=12 * PAGE, max_sequences=4)
+    library: Library, directory: Path, **options: Any
+) -> AsyncIterator[tuple[Engine, AnyBackend, Echo]]:
+    backend = library.make_backend(directory, cache_tokens=12 * PAGE, max_sequences=4)
     engine = Engine(backend, residents=RESIDENTS, policy=Policy(voice_headroom_pages=1), **options)
     await engine.start()
     try:
@@ -69,7 +70,7 @@ async def read(session: Session, *, leave_after: int | None = None) -> tuple[lis
     raise AssertionError("a session ended without Finished")
 
 
-async def is_empty(engine: Engine, backend: ExLlamaV2Backend) -> bool:
+async def is_empty(engine: Engine, backend: AnyBackend) -> bool:
     """Wait until nobody holds a page any more; return whether the page table agrees."""
     async with asyncio.timeout(60):
         # The engine's thread forgets the last one after it said that something changed.
@@ -80,10 +81,10 @@ async def is_empty(engine: Engine, backend: ExLlamaV2Backend) -> bool:
 
 
 async def test_a_voice_takes_a_documents_pages_and_the_document_goes_on_exactly(
-    echo_directory: Path, tmp_path: Path
+    library: Library, echo_directory: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "events.jsonl"
-    async with running(echo_directory, event_log=log) as (engine, backend, model):
+    async with running(library, echo_directory, event_log=log) as (engine, backend, model):
         documents = [prompt(1100, kind=kind) for kind in (1, 2)]
         sessions = [await submit(engine, "bob", "background", ids, 120) for ids in documents]
         readers = [asyncio.create_task(read(session)) for session in sessions]
@@ -108,8 +109,10 @@ async def test_a_voice_takes_a_documents_pages_and_the_document_goes_on_exactly(
 
 
 @pytest.mark.parametrize("leave_after", [0, 1, 30])
-async def test_who_goes_away_mid_stream_leaves_no_page_behind(echo_directory: Path, leave_after: int) -> None:
-    async with running(echo_directory) as (engine, backend, model):
+async def test_who_goes_away_mid_stream_leaves_no_page_behind(
+    library: Library, echo_directory: Path, leave_after: int
+) -> None:
+    async with running(library, echo_directory) as (engine, backend, model):
         stays = await submit(engine, "alice", "chat", prompt(300, kind=4), 60)
         leaves = await submit(engine, "bob", "chat", prompt(700, kind=5), 200)
         if leave_after:
@@ -122,8 +125,10 @@ async def test_who_goes_away_mid_stream_leaves_no_page_behind(echo_directory: Pa
         assert await is_empty(engine, backend)
 
 
-async def test_a_prompt_that_fails_is_told_and_the_stream_beside_it_is_exact(echo_directory: Path) -> None:
-    async with running(echo_directory) as (engine, backend, model):
+async def test_a_prompt_that_fails_is_told_and_the_stream_beside_it_is_exact(
+    library: Library, echo_directory: Path
+) -> None:
+    async with running(library, echo_directory) as (engine, backend, model):
         good = await submit(engine, "alice", "chat", prompt(200, kind=6), 150)
         reader = asyncio.create_task(read(good))
         async with asyncio.timeout(30):
@@ -139,9 +144,11 @@ async def test_a_prompt_that_fails_is_told_and_the_stream_beside_it_is_exact(ech
         assert await is_empty(engine, backend)
 
 
-async def test_a_pinned_prefix_is_computed_once_whatever_its_length(echo_directory: Path) -> None:
+async def test_a_pinned_prefix_is_computed_once_whatever_its_length(
+    library: Library, echo_directory: Path
+) -> None:
     system = prompt(300, kind=8)
-    async with running(echo_directory) as (engine, backend, model):
+    async with running(library, echo_directory) as (engine, backend, model):
         assert await engine.pin_prefix(system) == (300, 300)
         assert await engine.pin_prefix(system) == (300, 0)
         question = (*system, *prompt(40, kind=9))
@@ -153,8 +160,8 @@ async def test_a_pinned_prefix_is_computed_once_whatever_its_length(echo_directo
         assert backend.num_pages_held == 2, "the prefix alone"
 
 
-async def test_a_prompt_that_ends_in_a_word_is_healed(echo_directory: Path) -> None:
-    async with running(echo_directory) as (engine, backend, model):
+async def test_a_prompt_that_ends_in_a_word_is_healed(library: Library, echo_directory: Path) -> None:
+    async with running(library, echo_directory) as (engine, backend, model):
         (begun,) = backend.tokenizer.encode(" l")
         asked = Order(
             resident_id=ResidentId("alice"),
