@@ -91,10 +91,14 @@ class Echo:
         self.calls: list[tuple[str, int, int]] = []  # (pass, sequences, tokens of each)
         self.fail_next: list[tuple[str, Exception]] = []  # (pass, what to raise)
         self.on_prefill: Any = None  # called at the start of every prefill pass
+        self.is_unloaded = False
         self._word_ids = np.array([texts.encode(f" {word}")[0] for word in WORDS])
         self._half, self._other_half = texts.encode("é")
         self._end = texts.eos_id
         self._vocab_size = texts.vocab_size
+
+    def unload(self) -> None:
+        self.is_unloaded = True
 
     def logits(self, sequences: Sequence[np.ndarray[Any, Any]], length: int) -> torch.Tensor:
         """Return scores after each of the last tokens of sequences: (rows, length, padded vocabulary)."""

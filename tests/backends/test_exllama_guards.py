@@ -482,6 +482,15 @@ def test_five_new_prompts_hold_a_stream_up_for_one_chunk_instead_of_five(
     assert bench.is_exact("stream")
 
 
+def test_a_backend_that_is_closed_leaves_no_model_in_memory(make_bench: MakeBench) -> None:
+    bench = make_bench(cache_tokens=8 * PAGE, max_sequences=2, drafts=True, num_draft_tokens=3)
+    bench.run("a", prompt(100), 5)
+    bench.backend.close()
+    assert bench.model.is_unloaded
+    assert bench.backend._loaded.draft_model.is_unloaded
+    bench.backend.close()
+
+
 # -- what cannot be ------------------------------------------------------------------------------------
 
 

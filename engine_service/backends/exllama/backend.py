@@ -258,11 +258,12 @@ class ExLlamaBackend(RequestHolder):
         self._generator.abort()
 
     def close(self) -> None:
-        """Free the device."""
+        """Free the device, of the model that drafts too."""
         self._generator.close()
-        unload = getattr(self._loaded.model, "unload", None)
-        if unload is not None:
-            unload()
+        for model in (self._loaded.model, self._loaded.draft_model):
+            unload = getattr(model, "unload", None)
+            if unload is not None:
+                unload()
 
     def warm_up(self) -> None:
         """Compute a few tokens and forget them, so that the first request does not pay for the kernels'
