@@ -30,6 +30,7 @@ LIBRARY: Final = Library(
     weights="EXL3 or FP16",
 )  # fmt: skip
 _UNTOLD_TOKENS: Final = 8192  # the library's longest context of a model that does not say
+_WARM_UP_ROWS: Final = 8  # of a decode pass while kernels are chosen; the library's own number
 _CACHE_BITS: Final = {"q8": 8, "q6": 6, "q4": 4}
 
 
@@ -152,6 +153,11 @@ def _load(
         if draft_model is not None:
             draft_model.unload()
         raise
+    progress("compiling and choosing kernels, so that the first requests do not wait for it")
+    # Writes into the cache, which is still nobody's. The library reports and skips what fails.
+    model.warmup(
+        cache=cache, max_chunk_size=options.chunk_tokens, max_batch_size=min(max_sequences, _WARM_UP_ROWS)
+    )
     return Loaded(
         name=path.name,
         model=model,
