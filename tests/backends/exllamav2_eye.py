@@ -26,10 +26,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from engine_service.backends.base import PlacedPicture
+from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
 from engine_service.backends.exllamav2.eye import eye_of
-from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
-from tests.backends.exllamav2_cpu import EchoModel, make_model_directory
+from tests.backends.echo import make_model_directory
+from tests.backends.exllamav2_cpu import EchoModel
 
 HIDDEN, TOWER, INNER, PATCH = 16, 32, 48, 16
 _FIRST_ID = 1_000_000_000  # of the embeddings' ids
@@ -237,10 +238,14 @@ class SeeingModel(EchoModel):
 
 
 def gists(embedding: Any) -> torch.Tensor:
-    """Return a number below 2^20 for every token of a picture, made of its embedding; int64 of shape (n,)."""
+    """Return a number for every token of a picture, made of its embedding; int64 of shape (n,).
+
+    From 1,024 to 2,047: no token of a text, and stored exactly in half precision.
+    """
     bits = embedding.embeddings.contiguous().view(torch.int16).long() & 0xFFFF
     factors = torch.arange(1, bits.shape[-1] + 1) * 40_503
-    return (bits * factors).sum(-1) & 0xFFFFF
+    mixed = (bits * factors).sum(-1)
+    return 1024 + ((mixed ^ (mixed >> 10)) & 0x3FF)
 
 
 def make_seeing_loaded(directory: Path, *, cache_tokens: int, context_tokens: int | None = None) -> Loaded:

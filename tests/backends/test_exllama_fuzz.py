@@ -12,18 +12,26 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engine_service.backends.base import FinishReason, GenerationOrder, ModelInfo, Sampling, SequenceOutcome
+from engine_service.backends.base import (
+    FinishReason,
+    GenerationOrder,
+    ModelInfo,
+    PlacedPicture,
+    Sampling,
+    SequenceOutcome,
+)
 from engine_service.backends.exllama.masks import PreparedMatcher
 from engine_service.backends.generation import Generation, Matcher
 from engine_service.backends.sampling import TokenIds
 from engine_service.scheduling.model import PreemptionMode, RequestId, pages_for
 from tests.backends.conftest import AnyBackend, Library
 from tests.backends.driver import Driver
-from tests.backends.echo import PAGE, Echo
+from tests.backends.echo import PAGE
 
 NUM_PAGES = 24
 MAX_SEQUENCES = 5
@@ -80,9 +88,8 @@ class Life:
         self, library: Library, directory: Path, *, seed: int, num_draft_tokens: int = 0, drafts: bool = False
     ) -> None:
         self.random = random.Random(seed)
-        cache_tokens = NUM_PAGES * PAGE
-        loaded = library.make_loaded(directory, cache_tokens=cache_tokens, context_tokens=2560, drafts=drafts)
-        self.model: Echo = loaded.model
+        loaded = self.load(library, directory, drafts=drafts)
+        self.model: Any = loaded.model
         chunk_tokens, threads = self.random.choice([256, 512, 1024]), self.random.choice([1, 4])
         self.backend: AnyBackend = type("FuzzedBackend", (Fuzzed, library.Backend), {})(
             loaded,
@@ -100,6 +107,18 @@ class Life:
         self.num_arrived = 0
         self.model.on_prefill = self.perhaps_abort
         self.bases = [self.tokens(self.random.randrange(200, 1500)) for _ in range(3)]
+
+    def load(self, library: Library, directory: Path, *, drafts: bool) -> Any:
+        cache_tokens = NUM_PAGES * PAGE
+        return library.make_loaded(directory, cache_tokens=cache_tokens, context_tokens=2560, drafts=drafts)
+
+    def shown(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+        """Return the prompt with the pictures that stand in it."""
+        return prompt, ()
+
+    def read(self, order: GenerationOrder) -> list[int]:
+        """Return what the model reads of a prompt."""
+        return list(order.prompt_ids)
 
     def tokens(self, num: int) -> tuple[int, ...]:
         return tuple(self.random.randrange(300) for _ in range(num))
@@ -139,6 +158,7 @@ class Life:
         self.num_arrived += 1
         prompt = self.new_prompt()
         keeps = self.random.random() < 0.08 and len(self.pinned) < 3
+        prompt, pictures = (prompt, ()) if keeps else self.shown(prompt)
         max_tokens = self.random.randrange(1, self.random.choice([2, 30, 100, 600]))
         if keeps and self.random.random() < 0.7:
             max_tokens = 0
@@ -151,6 +171,7 @@ class Life:
             sampling=sampling,
             ignore_eos=self.random.random() < 0.5,
             keep_prefix=keeps,
+            pictures=pictures,
         )
         shared = 0 if keeps else self.backend.shared_prefix_tokens(prompt)
         promise = Promise(
@@ -224,7 +245,7 @@ class Life:
         has_grammar = order.request_id in self.backend.fails_at
         matcher = FailingMatcher(self.backend.info.vocab_size, fails_at=-1) if has_grammar else None
         alone = Generation(order, vocabulary=self.backend._vocabulary, matcher=matcher)
-        texts, ids, ended = [], list(order.prompt_ids), None
+        texts, ids, ended = [], self.read(order), None
         while ended is None and len(texts) < len(output.token_ids):
             one = alone.choose_next(self.model.scores(np.array(ids)))
             ids.extend(one.token_ids)

@@ -18,13 +18,14 @@ from exllamav2.vlm.processor import pixtral, qwen2, siglip
 from PIL import Image
 
 from engine_service.backends.base import InvalidPicture, ModelError, PlacedPicture
+from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav2.eye import MOST_PIXELS, MOST_TOKENS, DirectoryEye, eye_of
 from engine_service.backends.exllamav2.provision import ExLlamaV2Source, Options
-from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
 from engine_service.backends.exllamav2.vision import Sight
 from engine_service.scheduling.model import PreemptionMode, RequestId
 from tests.backends.driver import Driver
-from tests.backends.exllamav2_cpu import PAGE, ExLlamaV2Backend, make_model_directory
+from tests.backends.echo import PAGE, make_model_directory
+from tests.backends.exllamav2_cpu import ExLlamaV2Backend
 from tests.backends.exllamav2_eye import (
     PATCH,
     drawing,

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 from engine_service.backends.base import (
     BackendError,
     ChunkOrder,
+    Eye,
     FinishReason,
     GenerationOrder,
     ModelInfo,
@@ -51,6 +52,7 @@ class Loaded:
     texts: DirectoryTokenizer
     draft_model: Any = None
     draft_cache: Any = None
+    eye: Eye | None = None  #: reads pictures for the model
 
 
 class Gate(Protocol):
@@ -133,6 +135,7 @@ class ExLlamaBackend(RequestHolder):
             end_ids=loaded.texts.end_ids,
             token_bytes=loaded.texts.token_bytes,
             max_context_tokens=self._capacity.max_context_tokens,
+            can_see=loaded.eye is not None,
         )
         super().__init__(
             vocabulary=vocabulary,
@@ -170,6 +173,7 @@ class ExLlamaBackend(RequestHolder):
             bos_text=texts.bos_text,
             eos_text=texts.eos_text,
             backend=backend,
+            can_see=self._loaded.eye is not None,
         )
 
     # -- facts -----------------------------------------------------------------------------------------
@@ -183,6 +187,11 @@ class ExLlamaBackend(RequestHolder):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (any thread)."""
         return self._loaded.texts
+
+    @property
+    def eye(self) -> Eye | None:
+        """What reads pictures for the model (any thread)."""
+        return self._loaded.eye
 
     @property
     def capacity(self) -> Capacity:
@@ -229,7 +238,10 @@ class ExLlamaBackend(RequestHolder):
             else:
                 assert not job.pages
             ids = live.generation.tokens(0, live.generation.num_tokens).tolist()
-            assert job.token_ids[0, : len(ids)].tolist() == ids
+            stored = job.token_ids[0, : len(ids)].tolist()
+            for placed in live.generation.order.pictures:
+                stored[placed.start : placed.end] = ids[placed.start : placed.end]
+            assert stored == ids
         self._pages.check(jobs, [pinned.pages for pinned in self._pinned.values()])
         assert self._jobs.keys() == self._live.keys()
         used = [live.sequence_id for live in self._live.values() if live.holds_cells]
@@ -306,6 +318,7 @@ class ExLlamaBackend(RequestHolder):
         if not self._free_ids:
             raise ValueError(f"{self._max_sequences} requests hold a sequence already")
         job = self._jobs.get(live.request_id) or self._generator.new_job(live.generation)
+        job.find_positions()
         limit = min(job.most_reusable, reserved_tokens)
         self._pages.place(job, num_pages=self._pages_for(reserved_tokens), limit=limit)
         self._jobs[live.request_id] = job
@@ -420,6 +433,7 @@ class ExLlamaBackend(RequestHolder):
                 self._restore(self._jobs[live.request_id], live.num_stored, self._pages_for(live.reserved))
 
     def _restore(self, job: GatedState, num_tokens: int, num_pages: int) -> None:
+        job.find_positions()
         self._pages.place(job, num_pages=num_pages, limit=num_tokens)
         self._generator.compute_again(job, num_tokens)
 

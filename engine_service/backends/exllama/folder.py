@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from engine_service.backends.base import GenerationOrder, Language, ModelError, ModelInfo
+from engine_service.backends.base import Eye, GenerationOrder, Language, ModelError, ModelInfo
 from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 from engine_service.backends.grammar import GrammarCompiler
 from engine_service.scheduling.model import Capacity
@@ -130,11 +130,13 @@ def describe(
     max_sequences: int,
     drafts: bool,
     untold_tokens: int | None = None,
+    eye_of: Callable[[DirectoryTokenizer], Eye | None] = lambda _: None,
 ) -> Language:
     """Return what a backend of this folder will offer; raise ModelError for a folder that is no model.
 
     name is what the API lists, else it is called as its folder. drafts: tokens are drafted. untold_tokens:
-    what the library takes for the longest context where config.json has none.
+    what the library takes for the longest context where config.json has none. eye_of returns what reads
+    pictures for the model.
     """
     texts = DirectoryTokenizer(directory)
     config = json.loads((directory / "config.json").read_text("utf-8"))
@@ -151,6 +153,7 @@ def describe(
         mixes_prefill_and_decode=False,
     )
     grammars = GrammarCompiler(texts.vocab_size, texts.grammar_tokenizer)
+    eye = eye_of(texts)
 
     def validate(order: GenerationOrder) -> None:
         if order.constraint is not None:
@@ -165,8 +168,9 @@ def describe(
         bos_text=texts.bos_text,
         eos_text=texts.eos_text,
         backend=backend,
+        can_see=eye is not None,
     )
-    return Language(info=info, tokenizer=texts, capacity=capacity, validate=validate)
+    return Language(info=info, tokenizer=texts, capacity=capacity, validate=validate, eye=eye)
 
 
 def _trained_tokens(config: dict[str, object]) -> int | None:

@@ -84,6 +84,9 @@ class GatedState:
         sequence.allocated_pages, sequence.block_index_tensor = [], None
         sequence.kv_position, sequence.prefill_complete = 0, False
 
+    def find_positions(self) -> None:
+        """Compute where tokens stand, for a model that places pictures in rows and columns; others do not."""
+
     def begin(self, *, chunk_end: int, may_sample: bool, room: int) -> None:
         """Say what the next iteration does with this job."""
         self.chunk_end, self.may_sample, self.room = chunk_end, may_sample, room

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine_service.backends.exllama import backend
 from engine_service.backends.exllamav2.generator import GatedGenerator
+from engine_service.backends.exllamav2.vision import Sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class Loaded(backend.Loaded):
 
     tokenizer: Any  #: ExLlamaV2Tokenizer
     loras: tuple[Any, ...] = ()
+    tower: Any = None  #: ExLlamaV2VisionTower; with `eye`
 
 
 class ExLlamaV2Backend(backend.ExLlamaBackend):
@@ -37,6 +39,8 @@ class ExLlamaV2Backend(backend.ExLlamaBackend):
         flash-attn and runs one request at a time. num_draft_tokens > 0 drafts: with the draft model if
         there is one, else by n-grams. Raises ValueError for what cannot be.
         """
+        if loaded.eye is not None and loaded.draft_model is not None:
+            raise ValueError("a model that looks at pictures cannot have another one draft for it")
         config = loaded.model.config
         backend.check_sizes(
             chunk_tokens=chunk_tokens, longest_chunk=config.max_input_len, max_sequences=max_sequences
@@ -55,6 +59,9 @@ class ExLlamaV2Backend(backend.ExLlamaBackend):
             use_ngram_draft=bool(num_draft_tokens) and loaded.draft_model is None,
             max_sampling_threads=sampling_threads,
         )
+        self._sight: Sight | None = None
+        if loaded.eye is not None:
+            self._sight = generator.sight = Sight(loaded.tower, loaded.model, loaded.tokenizer)
         if loaded.loras:
             generator.set_loras(list(loaded.loras))
         super().__init__(
@@ -66,3 +73,9 @@ class ExLlamaV2Backend(backend.ExLlamaBackend):
             num_draft_tokens=num_draft_tokens,
             max_pinned=max_pinned if paged else 0,
         )
+
+    def close(self) -> None:
+        """Free the device, of the vision tower too."""
+        super().close()
+        if self._sight is not None:
+            self._sight.close()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from engine_service.backends.base import InvalidPicture, ModelError, Picture
-from engine_service.backends.exllamav2.tokenizer import DirectoryTokenizer
+from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
 
 MOST_TOKENS: Final = 1280
 """A picture that takes more is made smaller; a megapixel of Qwen2-VL."""

@@ -17,6 +17,7 @@ from exllamav2.generator.dynamic import ExLlamaV2DynamicGenerator
 
 from engine_service.backends.exllamav2.job import GatedJob
 from engine_service.backends.exllamav2.pages import GeneratorPages
+from engine_service.backends.exllamav2.vision import Sight
 from engine_service.backends.generation import Generation
 
 
@@ -49,6 +50,7 @@ class GatedGenerator(ExLlamaV2DynamicGenerator):  # type: ignore[misc]
         super().__init__(model=self._abortable, max_chunk_size=chunk_tokens, **options)
         self.chunk_tokens = chunk_tokens
         self.pages = GeneratorPages(self)
+        self.sight: Sight | None = None  #: encodes pictures, for a model that sees
 
     # -- called by the library's iteration ---------------------------------------------------------------
 
@@ -64,7 +66,9 @@ class GatedGenerator(ExLlamaV2DynamicGenerator):  # type: ignore[misc]
 
     def new_job(self, generation: Generation) -> GatedJob:
         """Return a request's job, which holds nothing yet."""
-        return GatedJob(generation, self)
+        sight = self.sight
+        encoded = [] if sight is None else [sight.encoded(p.picture) for p in generation.order.pictures]
+        return GatedJob(generation, self, encoded)
 
     @property
     def is_aborted(self) -> bool:

@@ -10,9 +10,11 @@ Source: `ExLlamaV2DynamicJob` of exllamav2 0.3.2. Overridden: `prefill` (chunks 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from exllamav2 import mrope
 from exllamav2.ext import none_tensor
 from exllamav2.generator import ExLlamaV2Sampler
 from exllamav2.generator.dynamic import ExLlamaV2DynamicJob
@@ -36,9 +38,13 @@ class _NoPage:
 class GatedJob(GatedState, ExLlamaV2DynamicJob):  # type: ignore[misc]
     """A request's sequence in the generator."""
 
-    def __init__(self, generation: Generation, generator: GatedGenerator) -> None:
-        """Begin with the prompt, and what was generated elsewhere, and no pages."""
+    def __init__(
+        self, generation: Generation, generator: GatedGenerator, encoded: Sequence[Any] = ()
+    ) -> None:
+        """Begin with all tokens so far and no pages; encoded are the prompt's pictures, in their order."""
         prompt = torch.from_numpy(generation.tokens(0, generation.num_tokens)).long()[None]
+        for placed, embedding in zip(generation.order.pictures, encoded, strict=True):
+            prompt[:, placed.start : placed.end] = embedding.get_ids_tensor()
         samples_nothing = generation.order.max_tokens == 0
         if samples_nothing:
             # The library leaves a sequence's last token to the decode pass; where there is none, a token
@@ -51,11 +57,25 @@ class GatedJob(GatedState, ExLlamaV2DynamicJob):  # type: ignore[misc]
             max_new_tokens=-1 if samples_nothing else 0,
             gen_settings=ExLlamaV2Sampler.Settings.greedy(),
             filters=None if self._mask is None else [self._mask],
+            embeddings=list({id(embedding): embedding for embedding in encoded}.values()),
         )
         self.prepare_for_queue(generator, generator.job_serial)
         generator.job_serial += 1
         self.max_new_tokens = NEVER
         self.gate(generation)
+
+    def find_positions(self) -> None:
+        """Compute where every token stands for a model that places pictures in rows and columns.
+
+        The library does so for a prompt only; one that is computed again may have output behind it.
+        """
+        config = self.generator.model.config
+        if not self.embeddings or not config.arch.lm.mrope:
+            return
+        length = int(self.token_ids.shape[-1])
+        tables, end = mrope.gen_mrope_embed(config, self.token_ids, self.embeddings, length)
+        self.alt_rope_embed = {"cpu": tables}
+        self.alt_rope_offset = end - length
 
     # -- called by the library's iteration ---------------------------------------------------------------
 

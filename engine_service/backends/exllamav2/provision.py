@@ -21,7 +21,9 @@ from engine_service.backends.exllama import folder, gpu
 from engine_service.backends.exllama.folder import Library, Progress
 
 if TYPE_CHECKING:
+    from engine_service.backends.exllama.tokenizer import DirectoryTokenizer
     from engine_service.backends.exllamav2.backend import ExLlamaV2Backend, Loaded
+    from engine_service.backends.exllamav2.eye import DirectoryEye
 
 LIBRARY: Final = Library(
     backend="exllamav2",
@@ -125,13 +127,15 @@ class ExLlamaV2Source:
         """Read the folder's tokenizer and configuration; raise ModelError for what is no model."""
         self._options.check(self._context_tokens, library=LIBRARY.name)
         LIBRARY.check_packages()
+        directory = self._directory()
         return folder.describe(
-            self._directory(),
+            directory,
             name=self._name,
             backend=LIBRARY.backend,
             context_tokens=self._context_tokens,
             max_sequences=self._max_sequences,
             drafts=self._options.draft_tokens > 0,
+            eye_of=lambda texts: _eye(directory, texts, self._options),
         )
 
     def _directory(self) -> Path:
@@ -241,12 +245,18 @@ def _load(
             "flash-attn 2.5.7 or later is not usable here: the cache is not paged, and one request runs at a "
             "time; others wait, and a more urgent one takes its place"
         )
+    texts = DirectoryTokenizer(path)
+    eye = _eye(path, texts, options)
     needed = _needed_bytes(path, config, options.cache_type, cache_tokens)
     draft_path, draft_config = options.draft_path, None
     if draft_path is not None:
         draft_config = _config(library, draft_path, options, cache_tokens, max_sequences)
         needed += _needed_bytes(draft_path, draft_config, options.cache_type, cache_tokens)
     _check_memory(torch, needed)
+    # First, so that what the model and its cache take is fitted into what the tower leaves.
+    tower = None if eye is None else _tower(library, config)
+    if config.vision_model_type is not None and (blinds := _blinds(options)):
+        progress(f"{path.name} could look at pictures, but not {blinds}: they are refused")
     model, cache = _into_memory(library, torch, config, options, cache_tokens)
     draft_model = draft_cache = None
     if draft_config is not None:
@@ -257,12 +267,42 @@ def _load(
         model=model,
         cache=cache,
         tokenizer=library.ExLlamaV2Tokenizer(config),
-        texts=DirectoryTokenizer(path),
+        texts=texts,
         draft_model=draft_model,
         draft_cache=draft_cache,
         loras=loras,
+        tower=tower,
+        eye=eye,
     )
     return loaded, paged
+
+
+def _eye(directory: Path, texts: DirectoryTokenizer, options: Options) -> DirectoryEye | None:
+    """Return what reads pictures for a model, None where it sees nothing or is loaded so that it cannot."""
+    from engine_service.backends.exllamav2.eye import eye_of
+
+    return None if _blinds(options) else eye_of(directory, texts)
+
+
+def _blinds(options: Options) -> str:
+    """Return what of the options a model that sees cannot have, empty if nothing."""
+    if options.draft_path is not None:
+        return "with a draft model"
+    if options.tensor_parallel:
+        return "with tensor parallelism"
+    return "on this device" if options.device == "cpu-reference" else ""
+
+
+def _tower(library: Any, config: Any) -> Any:
+    try:
+        tower = library.ExLlamaV2VisionTower(config)
+        tower.load()
+    except Exception as error:  # the library asserts, or misses a key; out of memory is a RuntimeError
+        raise ModelError(
+            f"{config.model_dir}: the part of the model that looks at pictures could not be loaded "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return tower
 
 
 def _check_lora(path: Path) -> None:
