@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from household import residence
+from household import residence, workload
 from household.client import Rest, WebSocket
-from household.residence import Household
+from household.residence import BEDROOM, HALL, KITCHEN, Household
 from household.stage import Stage
 
 from tests.e2e.installing import installed
@@ -146,3 +146,57 @@ async def test_what_an_agent_sets_off_is_background_of_who_asked_the_agent(
         )
         assert await home.state(LAMP) == "on"
     assert seen == {"alice": 3, "chat": 2, "background": 1}, "the call, the answer after it, the automation"
+
+
+def begin(home: Household, room: str, question: str) -> dict[str, Any]:
+    """Return the action that has a satellite speak first; a recording is named, as nothing can read out."""
+    data = {
+        "entity_id": home.satellites[room],
+        "start_message": question,
+        "start_media_id": "http://127.0.0.1/question.wav",
+        "preannounce": False,
+    }
+    return {"action": "assist_satellite.start_conversation", "data": data}
+
+
+@pytest.mark.parametrize(("room", "resident"), [(KITCHEN, "alice"), (BEDROOM, "bob"), (HALL, "guest")])
+async def test_the_reply_to_a_satellite_that_spoke_first_is_voice_of_whom_it_belongs_to(
+    stage: Stage, home: Household, room: str, resident: str
+) -> None:
+    """Whoever had it speak is charged nothing: Alice in the bedroom, Bob in the other rooms."""
+    caller = home.socket if room == BEDROOM else home.bob
+    question, reply = f"Shall I warm up the {room.lower()}?", "Yes, please, I am cold."
+    action = begin(home, room, question)
+    async with charged(stage) as seen:
+        await caller.act(action["action"], action["data"])
+        answered = await workload.speak(home, room, reply)
+    assert seen == {resident: 1, "voice": 1}
+    assert await turns_after(home, question) == [("user", reply), ("assistant", answered.text)]
+
+
+async def test_a_reply_while_the_script_that_had_the_satellite_speak_still_runs_is_voice_all_the_same(
+    stage: Stage, home: Household
+) -> None:
+    question, reply = "Is it too dark in the kitchen?", "Yes, it is."
+    say = {
+        "action": "demo_satellite.say",
+        "data": {"entity_id": home.satellites[KITCHEN], "text": reply},
+        "response_variable": "answered",
+    }
+    script = {"alias": "Ask", "sequence": [begin(home, KITCHEN, question), say]}
+    async with installed(home, "script", "ask", script), charged(stage) as seen:
+        await home.bob.act("script.ask", {}, timeout_s=120)
+    assert seen == {"alice": 1, "voice": 1}
+    assert [role for role, _ in await turns_after(home, question)] == ["user", "assistant"]
+
+
+async def turns_after(home: Household, question: str) -> list[tuple[str, str]]:
+    """Return what was said, by role, in the conversation that began with a question."""
+    async with home.socket.events("conversation/chat_log/subscribe_index") as index:
+        logs = (await index.next(30))["data"]
+    for log in logs:
+        # An answer that is only calls of tools, or none, has no content.
+        turns = [(turn["role"], turn.get("content", "")) for turn in log["content"]]
+        if ("assistant", question) in turns:
+            return turns[turns.index(("assistant", question)) + 1 :]
+    return []

@@ -15,7 +15,12 @@ from homeassistant.components.assist_pipeline import (
     async_get_pipeline,
 )
 from homeassistant.components.assist_pipeline.pipeline import PipelineInput, PipelineRun
-from homeassistant.components.assist_satellite import AssistSatelliteConfiguration, AssistSatelliteEntity
+from homeassistant.components.assist_satellite import (
+    AssistSatelliteAnnouncement,
+    AssistSatelliteConfiguration,
+    AssistSatelliteEntity,
+    AssistSatelliteEntityFeature,
+)
 from homeassistant.config_entries import ConfigEntry
 from homeassistant.core import Context, HomeAssistant, SupportsResponse, callback
 from homeassistant.exceptions import HomeAssistantError
@@ -76,10 +81,15 @@ class Answer:
 
 
 class DemoSatellite(AssistSatelliteEntity):
-    """A satellite that several people may talk to at once: each sentence has a session of its own."""
+    """A satellite that several people may talk to at once: each sentence has a session of its own.
+
+    Only what is said first after `assist_satellite.start_conversation` belongs to the conversation begun
+    there.
+    """
 
     _attr_has_entity_name = True
     _attr_name = None
+    _attr_supported_features = AssistSatelliteEntityFeature.START_CONVERSATION
 
     def __init__(self, entry: ConfigEntry[None]) -> None:
         """Stand for one device."""
@@ -103,6 +113,9 @@ class DemoSatellite(AssistSatelliteEntity):
     @callback
     def on_pipeline_event(self, event: PipelineEvent) -> None:
         """Play nothing: there is no loudspeaker."""
+
+    async def async_start_conversation(self, start_announcement: AssistSatelliteAnnouncement) -> None:
+        """Play nothing and listen: what is said next is the reply."""
 
     async def async_say(self, text: str) -> dict[str, Any]:
         """Answer a sentence; return text, tools used, and seconds until the first word and the end."""
@@ -141,12 +154,15 @@ class DemoSatellite(AssistSatelliteEntity):
         """Run the pipeline as `async_accept_pipeline_from_satellite` does, from the text on."""
         context = Context()
         self.async_set_context(context)
-        with chat_session.async_get_chat_session(self.hass, None, context=None) as session:
+        conversation_id, self._conversation_id = self._conversation_id, None
+        extra_system_prompt, self._extra_system_prompt = self._extra_system_prompt, None
+        with chat_session.async_get_chat_session(self.hass, conversation_id, context=None) as session:
             pipeline_input = PipelineInput(
                 session=session,
                 intent_input=text,
                 device_id=self.registry_entry.device_id if self.registry_entry else None,
                 satellite_id=self.entity_id,
+                conversation_extra_system_prompt=extra_system_prompt,
                 run=PipelineRun(
                     self.hass,
                     context=context,
