@@ -11,6 +11,7 @@ from household.stage import Stage
 
 from tests.e2e.installing import installed
 from tests.e2e.ledger import charged
+from tests.e2e.phone import Webhook, webhook_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -146,6 +147,81 @@ async def test_what_an_agent_sets_off_is_background_of_who_asked_the_agent(
         )
         assert await home.state(LAMP) == "on"
     assert seen == {"alice": 3, "chat": 2, "background": 1}, "the call, the answer after it, the automation"
+
+
+PhoneWay = Callable[[Household, Webhook], Awaitable[Any]]
+
+
+async def as_an_action_of_the_app(home: Household, phone: Webhook) -> None:
+    domain, _, service = ask(home)["action"].partition(".")
+    order = {"domain": domain, "service": service, "service_data": ask(home)["data"]}
+    await phone.send("call_service", order)
+
+
+async def as_a_script_of_the_app(home: Household, phone: Webhook) -> None:
+    script = {"alias": "Say a word", "sequence": [ask(home)]}
+    async with installed(home, "script", "say_a_word", script):
+        await phone.send("call_service", {"domain": "script", "service": "say_a_word"})
+
+
+@pytest.mark.parametrize(
+    ("way", "work"),
+    [(as_an_action_of_the_app, "chat"), (as_a_script_of_the_app, "background")],
+    ids=["action", "script"],
+)
+async def test_what_the_companion_app_orders_is_theirs_who_registered_the_phone(
+    stage: Stage, home: Household, way: PhoneWay, work: str
+) -> None:
+    async with webhook_of(home, home.bob_rest) as phone, charged(stage) as seen:
+        await way(home, phone)
+    assert seen == {"bob": 1, work: 1}
+
+
+async def test_what_is_said_to_the_app_is_chat_of_who_is_signed_in_whosever_room_the_phone_lies_in(
+    stage: Stage, home: Household
+) -> None:
+    satellite = await home.socket.call("config/entity_registry/get", entity_id=home.satellites[BEDROOM])
+    devices = await home.socket.call("config/device_registry/list")
+    (of_bob,) = [device["area_id"] for device in devices if device["id"] == satellite["device_id"]]
+    assert of_bob
+    async with webhook_of(home, home.rest) as phone, charged(stage) as seen:
+        await home.socket.call("config/device_registry/update", device_id=phone.device_id, area_id=of_bob)
+        run = await home.socket.subscribe(
+            "assist_pipeline/run",
+            start_stage="intent",
+            end_stage="intent",
+            input={"text": SENTENCE},
+            pipeline=home.pipelines["voice"],
+            device_id=phone.device_id,
+        )
+        while (await run.next(120))["type"] != "run-end":
+            pass
+        await run.close()
+    assert seen == {"alice": 1, "chat": 1}
+
+
+async def test_what_the_app_says_by_webhook_reaches_the_engine_only_through_an_automation_of_the_house(
+    stage: Stage, home: Household
+) -> None:
+    """The webhook asks Home Assistant's own agent, always, and that passes the speaker to no automation."""
+    automation = {
+        "alias": "Say a word",
+        "triggers": [{"trigger": "conversation", "command": "a word please"}],
+        "actions": [ask(home)],
+    }
+    async with (
+        webhook_of(home, home.bob_rest) as phone,
+        installed(home, "automation", "say_a_word", automation),
+    ):
+        async with charged(stage) as seen:
+            said = await phone.send("conversation_process", {"text": SENTENCE})
+        assert said["response"]["data"]["code"] == "no_intent_match"
+        assert not seen
+
+        async with charged(stage, num_requests=1) as seen:
+            said = await phone.send("conversation_process", {"text": "a word please"})
+        assert said["response"]["response_type"] == "action_done"
+        assert seen == {"house": 1, "background": 1}
 
 
 def begin(home: Household, room: str, question: str) -> dict[str, Any]:
