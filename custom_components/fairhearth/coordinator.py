@@ -164,10 +164,12 @@ class FairhearthCoordinator(DataUpdateCoordinator[FairnessSnapshot]):
     async def async_submit_job(self, order: JobOrder) -> Job:
         """Order a durable job; an engine that forgot the residents is told and asked once more."""
         try:
-            return await self.client.submit_job(order)
+            job = await self.client.submit_job(order)
         except UnknownResident:
             await self.async_register_residents()
-            return await self.client.submit_job(order)
+            job = await self.client.submit_job(order)
+        self.jobs.async_expect(job)
+        return job
 
     async def async_change_policy(
         self, changes: JsonObject, *, note: str | None = None, from_defaults: bool = False

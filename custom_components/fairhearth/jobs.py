@@ -7,6 +7,7 @@ asked after once. An engine without jobs is left in peace. Knows no entity.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .coordinator import FairhearthConfigEntry
 
 RECONNECT_S: Final = 10.0
+_MOST_TOLD: Final = 100
 
 
 class JobWatcher:
@@ -48,6 +50,8 @@ class JobWatcher:
         self._pace = Pace(hass, self._async_tell_changed)
         self._on_changed: list[CALLBACK_TYPE] = []
         self._on_ended: list[Callable[[Job], None]] = []
+        self._told: deque[str] = deque(maxlen=_MOST_TOLD)
+        """Jobs whose end was told last: the stream may be ahead of the answer to an order."""
 
     @callback
     def async_start(self) -> None:
@@ -68,6 +72,12 @@ class JobWatcher:
         """Call for each job that ends; return what ends that."""
         self._on_ended.append(action)
         return lambda: self._on_ended.remove(action)
+
+    @callback
+    def async_expect(self, job: Job) -> None:
+        """Know a job that was just ordered: it may end while the engine's stream is not heard."""
+        if not job.has_ended and job.job_id not in self._told:
+            self._async_receive(job)
 
     async def _async_follow(self) -> None:
         while True:
@@ -100,6 +110,7 @@ class JobWatcher:
         elif self.active.pop(job.job_id, None) is None:
             return
         else:
+            self._told.append(job.job_id)
             whose = {
                 "engine": self._entry.title,
                 ATTR_DEVICE_ID: self._entry.runtime_data.engine_device_id,

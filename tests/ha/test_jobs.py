@@ -6,9 +6,9 @@ from typing import Any
 
 import probatio
 import pytest
-from pytest_homeassistant_custom_component.common import MockConfigEntry
+from pytest_homeassistant_custom_component.common import MockConfigEntry, async_capture_events
 
-from custom_components.fairhearth.const import DOMAIN
+from custom_components.fairhearth.const import DOMAIN, EVENT_JOB_ENDED
 from custom_components.fairhearth.services import SUMMARY_INSTRUCTIONS
 from homeassistant.auth.models import User
 from homeassistant.core import Context, HomeAssistant
@@ -121,6 +121,27 @@ async def test_an_automation_takes_a_result_up_when_its_job_ends(
     await until(lambda: hass.states.get("sensor.kitchen_engine_jobs").state == "1")
     engine.move_job("job-1", "finished", text="It was long.")
     await until(lambda: hass.states.get("input_text.summary").state == "It was long.")
+
+
+async def test_the_end_of_a_job_is_told_though_the_stream_was_away_all_the_while(
+    hass: HomeAssistant, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ordered and finished between two connections."""
+    told = async_capture_events(hass, EVENT_JOB_ENDED)
+    await until(lambda: engine.num_job_streams == 1)
+    monkeypatch.setattr("custom_components.fairhearth.jobs.RECONNECT_S", 1)
+    await engine.stop()
+    await engine.start()
+    await call(hass, "submit_summary", text="A long day.", title="Monday")
+    engine.move_job("job-1", "finished", text="It was long.")
+    assert engine.num_job_streams == 1, "nobody listens"
+    await until(lambda: len(told) == 1)
+    assert (told[0].data["job_id"], told[0].data["state"]) == ("job-1", "finished")
+    await until(lambda: engine.num_job_streams == 2)
+    await engine.stop()
+    await engine.start()
+    await until(lambda: engine.num_job_streams == 3)
+    assert len(told) == 1, "once"
 
 
 async def test_a_resident_sees_and_cancels_only_their_own_jobs(
