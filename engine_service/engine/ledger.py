@@ -33,7 +33,7 @@ class Kept:
 
 
 class Ledger:
-    """The two files of one state folder. Not thread-safe: the engine's lock guards it."""
+    """The two files of one state folder. Not thread-safe: once the engine runs, its courier alone writes."""
 
     def __init__(self, folder: Path, *, wall_clock: Callable[[], float] = time.time):
         """Keep the ledger in folder; nothing is touched before `load`. wall_clock: seconds since 1970."""

@@ -1,7 +1,7 @@
 """What a caller of the engine holds: an order going in, a stream of events coming out.
 
 Knows asyncio and nothing of HTTP. A session belongs to the event loop; the engine thread reaches it only
-through `loop.call_soon_threadsafe`.
+through the courier.
 """
 
 from __future__ import annotations
