@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 from zoneinfo import ZoneInfo
@@ -44,14 +43,23 @@ from engine_service.backends.base import (
 )
 from engine_service.checks import shown
 from engine_service.engine import memory
-from engine_service.engine.courier import Courier
+from engine_service.engine.courier import GATHER_S, Courier
 from engine_service.engine.days import local_day
 from engine_service.engine.eventlog import EventLog
 from engine_service.engine.ledger import Ledger
 from engine_service.engine.metrics import Observer, Snapshot, Timers
 from engine_service.engine.outcomes import Asked, Misreported, judged
 from engine_service.engine.residence import Models, ModelStatus
-from engine_service.engine.sessions import Accepted, Delta, Finished, Order, Session, SessionEvent, Timings
+from engine_service.engine.sessions import (
+    Accepted,
+    Delta,
+    Finished,
+    Order,
+    Session,
+    SessionEvent,
+    Timings,
+    joined,
+)
 from engine_service.engine.tokenizing import CurrentTokenizer, being_loaded
 from engine_service.engine.watchdog import Alarm, Watchdog
 from engine_service.errors import (
@@ -170,6 +178,8 @@ class _Batch:
     """What the thread hands to the event loop after an iteration."""
 
     events: list[tuple[Session, SessionEvent | EngineError]] = field(default_factory=list)
+    is_paced: bool = False  #: one of the iterations that the event loop may be behind
+    is_urgent: bool = True  #: something begins or ends
 
 
 _Exchange = Enter | Exit | Unload
@@ -201,13 +211,14 @@ class Engine:
         patience_s: float = 120.0,
         wall_clock: Callable[[], float] = time.time,
         models: Models | None = None,
+        gather_s: float = GATHER_S,
     ) -> None:
         """Take over a loaded backend; nothing runs before `start`.
 
         rebuild makes a new backend after the old one was lost; without it the engine stops serving. Where
         there are several models, the backend is that of the first, and models makes the new ones. An
         iteration that lasts longer than patience_s is stopped; one that cannot be stopped means that the
-        backend is lost.
+        backend is lost. Text that neither begins nor ends anything is delivered every gather_s seconds.
         """
         self._backend = backend
         self._policy = policy or Policy()
@@ -237,7 +248,8 @@ class Engine:
         self._turn = 0
         self._is_in_backend = False
         self._undelivered = threading.Semaphore(_MOST_UNDELIVERED)
-        self._courier: Courier | None = None
+        self._courier: Courier[_Batch] | None = None
+        self._gather_s = gather_s
         self._thread: threading.Thread | None = None
         self._hanging: dict[threading.Thread, Backend] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -257,7 +269,13 @@ class Engine:
     async def start(self) -> None:
         """Start the thread; tells the core what there is."""
         self._loop = asyncio.get_running_loop()
-        self._courier = Courier(self._loop, self._ledger)
+        self._courier = Courier(
+            self._loop,
+            self._deliver,
+            ledger=self._ledger,
+            snapshot=self._to_be_kept,
+            gather_s=self._gather_s,
+        )
         self._courier.start()
         with self._wakeup:
             self._tell(PolicyChanged(policy=self._scheduler.state.policy))
@@ -284,12 +302,11 @@ class Engine:
             self._ledger.set_aside(str(error))
         self._observer.begin_from(self._scheduler)
 
-    def _to_be_kept(self) -> dict[str, Any] | None:
-        """Return what was served until now, None without a ledger (lock held)."""
-        if self._ledger is None:
-            return None
-        self._kept_given_up = self._num_given_up()
-        return self._scheduler.snapshot(now=self._clock())
+    def _to_be_kept(self) -> dict[str, Any]:
+        """Return what was served until now (any thread)."""
+        with self._wakeup:
+            self._kept_given_up = self._num_given_up()
+            return self._scheduler.snapshot(now=self._clock())
 
     def _num_given_up(self) -> int:
         """Return how many requests ended without an iteration (lock held)."""
@@ -334,8 +351,7 @@ class Engine:
         courier, self._courier = self._courier, None
         has_ended = True
         if courier is not None:
-            with self._wakeup:
-                courier.leave(self._to_be_kept(), None)
+            courier.leave(has_served=True)
             has_ended = await asyncio.to_thread(courier.stop, _JOIN_S)
         with self._wakeup:
             if self._event_log is not None:
@@ -995,7 +1011,7 @@ class Engine:
 
     def _observe(self, outcome: StepOutcome, faults: tuple[SequenceOutcome, ...]) -> None:
         now = self._clock()
-        batch = _Batch()
+        batch = _Batch(is_urgent=False)
         results = []
         for one in (*outcome.outcomes, *faults):
             live = self._live.get(one.request_id)
@@ -1017,12 +1033,11 @@ class Engine:
                 IterationDone(results=tuple(results), seconds=outcome.seconds, aborted=outcome.aborted)
             )
             self._observer.iteration_done(self._scheduler, seconds=outcome.seconds, now=now)
-            snapshot = self._to_be_kept()
             self._last_iteration_at = now
             self._see_models()
         # A slow reader is cut by its own session; this bounds what lies between thread and event loop.
-        is_paced = self._undelivered.acquire(timeout=_TICK_S)
-        self._hand_over(batch, snapshot, is_paced=is_paced)
+        batch.is_paced = self._undelivered.acquire(timeout=_TICK_S)
+        self._hand_over(batch, has_served=True)
 
     def _observe_one(self, live: _Live, one: SequenceOutcome, batch: _Batch, *, now: float) -> SequenceResult:
         cached, live.cached_tokens = live.cached_tokens, None
@@ -1030,7 +1045,9 @@ class Engine:
         fresh = max(0, min(live.stored, live.request.prompt_tokens) - max(start, live.high_water))
         live.prefill_tokens += fresh
         live.recomputed_tokens += one.prefill_tokens - fresh
+        batch.is_urgent |= one.error is not None or one.finish_reason is not None
         if one.token_ids:
+            batch.is_urgent |= live.first_token_at is None
             self._observe_tokens(live, len(one.token_ids), now=now)
         live.high_water = max(live.high_water, live.stored)
         if one.text or one.logprobs or one.token_ids:
@@ -1311,14 +1328,15 @@ class Engine:
 
     # ---- back in the event loop
 
-    def _hand_over(self, batch: _Batch, snapshot: Any = None, *, is_paced: bool = False) -> None:
+    def _hand_over(self, batch: _Batch, *, has_served: bool = False) -> None:
         if self._courier is not None:
-            self._courier.leave(snapshot, partial(self._deliver, batch, is_paced))
+            self._courier.leave(batch, has_served=has_served, is_urgent=batch.is_urgent)
 
-    def _deliver(self, batch: _Batch, is_paced: bool) -> None:
-        if is_paced:
-            self._undelivered.release()
-        for session, event in batch.events:
+    def _deliver(self, batches: Sequence[_Batch]) -> None:
+        for batch in batches:
+            if batch.is_paced:
+                self._undelivered.release()
+        for session, event in joined(event for batch in batches for event in batch.events):
             session.push(event)
         if self._failure is not None:
             self._has_failed.set()
@@ -1342,7 +1360,7 @@ class Engine:
                     self._bump()  # whoever waits has waited longer
                 self._see_models()
                 if self._courier is not None and self._num_given_up() != self._kept_given_up:
-                    self._courier.leave(self._to_be_kept(), None)  # no iteration has come since
+                    self._courier.leave(has_served=True)  # no iteration has come since
 
     def _watch(self) -> None:
         turn = self._turn if self._is_in_backend else None

@@ -7,7 +7,7 @@ through the courier.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine_service.backends.base import Constraint, FinishReason, PlacedPicture, Sampling, TokenLogprob
@@ -121,3 +121,28 @@ class Session:
         if not self._is_closed:
             self._is_closed = True
             self._cancel(self.request_id)
+
+
+def joined(
+    events: Iterable[tuple[Session, SessionEvent | EngineError]],
+) -> Iterator[tuple[Session, SessionEvent | EngineError]]:
+    """Yield the events, each session's in their order, with deltas that follow one another made one."""
+    pending: dict[Session, list[Delta]] = {}
+    for session, event in events:
+        if isinstance(event, Delta):
+            pending.setdefault(session, []).append(event)
+            continue
+        if deltas := pending.pop(session, None):
+            yield session, _sum(deltas)
+        yield session, event
+    yield from ((session, _sum(deltas)) for session, deltas in pending.items())
+
+
+def _sum(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join([delta.text for delta in deltas]),
+        token_ids=tuple([token for delta in deltas for token in delta.token_ids]),
+        logprobs=tuple([entry for delta in deltas for entry in delta.logprobs]),
+    )
