@@ -10,16 +10,23 @@ can be longer than a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_service.backends.generation import common_prefix
 from engine_service.backends.holding import Live
 from engine_service.backends.prefixes import Stored, best_match
 from engine_service.backends.sequences import WORTH_FETCHING, SequenceHolder
 from engine_service.scheduling.model import RequestId
+
+_MOST_BEYOND: Final = 32
+"""Tokens that are moved to host memory for each that need not be computed again.
+
+Moving 32 takes a third of the time of computing one; but host memory is finite, and a part may be free.
+"""
 
 
 class DividedHolder(SequenceHolder):
@@ -39,28 +46,50 @@ class DividedHolder(SequenceHolder):
         if left is not None and self._goes_on_in(left, num_stored, num_saved=self._best_saved(tokens)[1]):
             sequence_id = left.sequence_id
             self._prefixes.take(sequence_id)
+            if not _is_hardly_anything(len(left.tokens) - num_stored, num_stored):
+                self._park(left)
             self._cells.cut(sequence_id, num_stored)
         else:
-            sequence_id = self._take_id()  # what is given up for it is saved, and may be what is wanted
-            num_stored = self._copy_beginning(tokens, sequence_id)
+            sequence_id, num_stored = self._take_part(tokens)
+            num_stored = self._copy_beginning(tokens, sequence_id, num_stored)
         live.sequence_id, live.reserved, live.num_stored = sequence_id, reserved_tokens, num_stored
 
-    def _left_by_nobody_else(self, request_id: RequestId) -> Iterator[Stored]:
-        return (stored for stored in reversed(self._prefixes.cached) if stored.owner in (None, request_id))
+    def _left_by_nobody_else(self, request_id: RequestId) -> list[Stored]:
+        """Return what may be gone on in, the least number first: parts in use are to lie side by side."""
+        left = [stored for stored in self._prefixes.cached if stored.owner in (None, request_id)]
+        return sorted(left, key=lambda stored: stored.sequence_id)
 
-    @staticmethod
-    def _goes_on_in(left: Stored, num_shared: int, *, num_saved: int) -> bool:
-        """Return whether a cached sequence is the best beginning, and hardly anything of it would be lost."""
-        return num_shared >= num_saved and len(left.tokens) - num_shared < min(WORTH_FETCHING, num_shared)
+    def _goes_on_in(self, left: Stored, num_shared: int, *, num_saved: int) -> bool:
+        """Return whether a cached sequence is the best beginning, and little enough lies beyond.
 
-    def _copy_beginning(self, tokens: NDArray[np.int32], sequence_id: int) -> int:
-        """Fill an empty part with the longest beginning that is known; return its length."""
+        That is saved first, unless it is hardly anything.
+        """
+        num_beyond = len(left.tokens) - num_shared
+        if num_shared < num_saved or _is_hardly_anything(num_beyond, num_shared):
+            return num_shared >= num_saved
+        return self._parking.is_open and num_beyond <= _MOST_BEYOND * num_shared
+
+    def _take_part(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
+        """Return an empty part, or the one that is missed least, and how many of the tokens it holds."""
+        oldest = None if self._free_ids else self._prefixes.take_oldest()
+        if oldest is None:
+            return self._take_id(), 0
+        self._park(oldest)  # it may be what is wanted
+        num_shared = common_prefix(tokens, oldest.tokens)
+        self._cells.cut(oldest.sequence_id, num_shared)
+        return oldest.sequence_id, num_shared
+
+    def _copy_beginning(self, tokens: NDArray[np.int32], sequence_id: int, num_stored: int) -> int:
+        """Fill a part with the longest beginning that is known, if it holds less; return what it holds."""
         saved, num_saved = self._best_saved(tokens)
         other, num_shared = best_match(tokens, self._reusable())
         if other is not None and num_shared >= num_saved + WORTH_FETCHING:
             self._prefixes.touch(other.sequence_id)
             saved, num_saved = replace(other, data=self._cells.save(other.sequence_id)), num_shared
-        if saved is None or saved.data is None or not self._load(sequence_id, saved.tokens, saved.data):
+        if saved is None or saved.data is None or num_saved <= num_stored:
+            return num_stored
+        self._cells.cut(sequence_id, 0)
+        if not self._load(sequence_id, saved.tokens, saved.data):
             return 0
         self._cells.cut(sequence_id, num_saved)
         return num_saved
@@ -86,3 +115,8 @@ class DividedHolder(SequenceHolder):
         self._prefixes.pin(live.request_id, Stored(sequence_id=-1, tokens=tokens, data=data))
         self._free(live.sequence_id)
         live.sequence_id = -1
+
+
+def _is_hardly_anything(num_beyond: int, num_shared: int) -> bool:
+    """Return whether what a sequence has beyond a beginning may be lost for it."""
+    return num_beyond < min(WORTH_FETCHING, num_shared)

@@ -237,12 +237,17 @@ class SequenceHolder(RequestHolder):
         stored = self._prefixes.take_oldest()
         if stored is None:
             return False
-        if parks and self._parking.is_open and len(stored.tokens) >= WORTH_FETCHING:
+        if parks:
+            self._park(stored)
+        self._free(stored.sequence_id)
+        return True
+
+    def _park(self, stored: Stored) -> None:
+        """Save a cached sequence to host memory, if it is long enough to be fetched and there is room."""
+        if self._parking.is_open and len(stored.tokens) >= WORTH_FETCHING:
             data = self._cells.save(stored.sequence_id)
             if len(data):
                 self._parking.put(stored.tokens, data)
-        self._free(stored.sequence_id)
-        return True
 
     def _fetch(self, tokens: NDArray[np.int32], *, better_than: int) -> tuple[Stored, int] | None:
         """Bring a parked sequence back if it shares clearly more with the tokens; return it and how much.
