@@ -88,6 +88,7 @@ class Context:
             logits=self._outputs.ctypes.data,
         )
         self._num_rows = self._num_outputs = 0
+        self._logits, self._logits_place = np.empty((0, self._vocab_size), dtype=np.float32), (0, 0)
 
     # -- an iteration ----------------------------------------------------------------------------------
 
@@ -185,9 +186,13 @@ class Context:
         address = self._library.logits_address(self._handle)
         if not address:
             return None
-        kind = ctypes.c_float * (self._num_outputs * self._vocab_size)
-        flat: NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(address))
-        return flat.reshape(self._num_outputs, self._vocab_size)
+        place = (address, self._num_outputs)
+        if place != self._logits_place:  # making the array takes longer than choosing a token from it
+            kind = ctypes.c_float * (self._num_outputs * self._vocab_size)
+            flat: NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(address))
+            self._logits = flat.reshape(self._num_outputs, self._vocab_size)
+            self._logits_place = place
+        return self._logits
 
     @contextmanager
     def keeping_hidden(self) -> Iterator[None]:
