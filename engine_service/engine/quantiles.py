@@ -7,6 +7,7 @@ the merge of its slots.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from ddsketch import DDSketch
 
 _RELATIVE_ERROR = 0.01
 _SLOTS = 6
+_MOST_NEW = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +40,29 @@ class WindowedQuantiles:
         """Start empty; window_s > 0."""
         self._slot_s = window_s / _SLOTS
         self._slots: deque[tuple[int, DDSketch]] = deque()
+        self._new: deque[tuple[float, float]] = deque()  #: (value, when), not in a sketch yet
+        self._lock = threading.Lock()
         self._last: float | None = None
 
     def add(self, value_s: float, *, now: float) -> None:
-        """Add one measured duration."""
-        slot = int(now / self._slot_s)
-        if not self._slots or self._slots[-1][0] < slot:
-            self._slots.append((slot, DDSketch(_RELATIVE_ERROR)))
-        self._slots[-1][1].add(max(0.0, value_s))
+        """Add one measured duration. Costs next to nothing: the device stands still meanwhile."""
+        self._new.append((value_s, now))
         self._last = value_s
+        if len(self._new) >= _MOST_NEW:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        with self._lock:  # a reader and the engine's thread may come at once
+            while self._new:
+                value_s, now = self._new.popleft()
+                slot = int(now / self._slot_s)
+                if not self._slots or self._slots[-1][0] < slot:
+                    self._slots.append((slot, DDSketch(_RELATIVE_ERROR)))
+                self._slots[-1][1].add(max(0.0, value_s))
 
     def read(self, *, now: float) -> Quantiles:
         """Return the quantiles of the window."""
+        self._take_in()
         oldest = int(now / self._slot_s) - _SLOTS
         while self._slots and self._slots[0][0] <= oldest:
             self._slots.popleft()
