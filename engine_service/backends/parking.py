@@ -10,6 +10,7 @@ all cells), and fetching it back is some hundred times cheaper than computing it
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
@@ -21,6 +22,16 @@ from engine_service.backends.generation import common_prefix
 
 PARKING_BYTES: Final = 256 * 2**20
 """What the llama.cpp backend parks in, beside its cache."""
+Memory = Callable[[int], NDArray[np.uint8]]
+"""Where so many bytes may be written: an array of exactly that length."""
+
+_LARGER_BY: Final = 3  #: times; memory larger than that is kept for a longer sequence
+_WORTH_KEEPING: Final = 2**20
+
+
+def fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory that nobody has used yet."""
+    return np.empty(num_bytes, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,14 +44,19 @@ class Parked:
 
 
 class Parking:
-    """Bounded host memory for sequences that are not in use."""
+    """Bounded host memory for sequences that are not in use.
+
+    Memory that was used once is used again and never given back: to map fresh memory takes many times as
+    long as to copy into it, and whoever speaks waits for that.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         """Hold at most max_bytes (0: nothing is ever parked)."""
         self._max_bytes = max_bytes
         self._parked: OrderedDict[int, Parked] = OrderedDict()
+        self._spare: list[NDArray[np.uint8]] = []
         self._numbers = count()
-        self.num_bytes = 0
+        self.num_bytes = 0  #: of what is parked, spare memory apart
 
     def __len__(self) -> int:
         return len(self._parked)
@@ -50,25 +66,54 @@ class Parking:
         """Whether anything may be parked here."""
         return self._max_bytes > 0
 
+    def prepare(self, num_bytes: int) -> None:
+        """Map memory for one sequence of num_bytes ahead of its being needed, unless that is too much."""
+        if num_bytes <= self._max_bytes - self._num_all_bytes:
+            self._spare.append(np.zeros(num_bytes, dtype=np.uint8))
+            self._spare[-1].fill(1)  # zeros are not mapped before they are written
+
+    def buffer(self, tokens: NDArray[np.int32], num_bytes: int) -> NDArray[np.uint8]:
+        """Return memory to save a sequence in; what it repeats from its start is forgotten."""
+        for parked in list(self._parked.values()):
+            if len(parked.tokens) <= len(tokens) and common_prefix(parked.tokens, tokens) == len(
+                parked.tokens
+            ):
+                self._drop(parked)
+        if num_bytes > self._max_bytes:
+            return fresh_memory(num_bytes)
+        while self._parked and self.num_bytes + num_bytes > self._max_bytes:
+            self._drop(next(iter(self._parked.values())))
+        fitting = [spare for spare in self._spare if num_bytes <= spare.nbytes <= _LARGER_BY * num_bytes]
+        if not fitting:
+            return fresh_memory(num_bytes + num_bytes // 8)[:num_bytes]  # it may grow
+        best = min(fitting, key=len)
+        self._spare = [spare for spare in self._spare if spare is not best]
+        return best[:num_bytes]
+
     def put(self, tokens: NDArray[np.int32], data: NDArray[np.uint8]) -> None:
         """Keep a sequence as the most recently used one; what it repeats from its start is forgotten."""
-        if data.nbytes > self._max_bytes:
+        if _num_bytes(data) > self._max_bytes:
             return
         for parked in list(self._parked.values()):
             shared = common_prefix(parked.tokens, tokens)
             if shared == len(tokens):
                 self._parked.move_to_end(parked.number)
+                self._keep_memory(data)
                 return  # a longer one with this beginning is here
             if shared == len(parked.tokens):
                 self._drop(parked)
         parked = Parked(number=next(self._numbers), tokens=tokens, data=data)
         self._parked[parked.number] = parked
-        self.num_bytes += data.nbytes
+        self.num_bytes += _num_bytes(data)
         while self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._parked.values())))
+        self._trim()
 
     def best_match(self, tokens: NDArray[np.int32]) -> tuple[Parked | None, int]:
-        """Return the sequence that shares the longest beginning with the tokens, and that length."""
+        """Return the sequence that shares the longest beginning with the tokens, and that length.
+
+        Its bytes are valid until `buffer` or `put` is called.
+        """
         best, best_length = None, 0
         for parked in reversed(self._parked.values()):
             length = common_prefix(tokens, parked.tokens)
@@ -83,8 +128,35 @@ class Parking:
     def clear(self) -> None:
         """Forget everything."""
         self._parked.clear()
+        self._spare.clear()
         self.num_bytes = 0
 
     def _drop(self, parked: Parked) -> None:
         del self._parked[parked.number]
-        self.num_bytes -= parked.data.nbytes
+        self.num_bytes -= _num_bytes(parked.data)
+        self._keep_memory(parked.data)
+
+    def _keep_memory(self, data: NDArray[np.uint8]) -> None:
+        memory = _memory(data)
+        if memory.nbytes >= _WORTH_KEEPING:
+            self._spare.append(memory)
+            self._trim()
+
+    def _trim(self) -> None:
+        """Give spare memory back, the oldest first, where there is more than the bound allows."""
+        while self._spare and self._num_all_bytes > self._max_bytes:
+            del self._spare[0]
+
+    @property
+    def _num_all_bytes(self) -> int:
+        return self.num_bytes + sum([spare.nbytes for spare in self._spare])
+
+
+def _memory(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return all of the memory that some bytes lie in."""
+    whole = data.base
+    return whole if isinstance(whole, np.ndarray) and whole.dtype == np.uint8 else data
+
+
+def _num_bytes(data: NDArray[np.uint8]) -> int:
+    return _memory(data).nbytes

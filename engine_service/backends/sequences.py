@@ -10,6 +10,7 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from engine_service.backends.base import BackendError
 from engine_service.backends.generation import Vocabulary
 from engine_service.backends.holding import Live, RequestHolder
-from engine_service.backends.parking import Parking
+from engine_service.backends.parking import Memory, Parking, fresh_memory
 from engine_service.backends.prefixes import Stored, best_match
 from engine_service.scheduling.model import RequestId
 
@@ -59,7 +60,7 @@ class CellStore(Protocol):
         """Let the target, which stores exactly start tokens, hold the source's slots [start, end) too."""
         ...
 
-    def save(self, sequence_id: int) -> NDArray[np.uint8]:
+    def save(self, sequence_id: int, memory: Memory = fresh_memory) -> NDArray[np.uint8]:
         """Return all that the sequence stores, to be loaded again; empty if the device cannot do that."""
         ...
 
@@ -245,7 +246,8 @@ class SequenceHolder(RequestHolder):
     def _park(self, stored: Stored) -> None:
         """Save a cached sequence to host memory, if it is long enough to be fetched and there is room."""
         if self._parking.is_open and len(stored.tokens) >= WORTH_FETCHING:
-            data = self._cells.save(stored.sequence_id)
+            memory = partial(self._parking.buffer, stored.tokens)
+            data = self._cells.save(stored.sequence_id, memory)
             if len(data):
                 self._parking.put(stored.tokens, data)
 

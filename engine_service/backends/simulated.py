@@ -33,6 +33,7 @@ from engine_service.backends.base import (
 from engine_service.backends.cost_model import CPU_SMOLLM2, CostModel
 from engine_service.backends.generation import Matcher, Vocabulary
 from engine_service.backends.holding import Part
+from engine_service.backends.parking import Memory, fresh_memory
 from engine_service.backends.sequences import SequenceHolder
 from engine_service.scheduling.model import Capacity, RequestId
 
@@ -237,9 +238,12 @@ class SlotStore:
         if not length:
             self._tables.pop(sequence_id)
 
-    def save(self, sequence_id: int) -> NDArray[np.uint8]:
+    def save(self, sequence_id: int, memory: Memory = fresh_memory) -> NDArray[np.uint8]:
         """Return what the sequence stores as bytes."""
-        return self.read(sequence_id).view(np.uint8)
+        stored = self.read(sequence_id).view(np.uint8)
+        data = memory(stored.nbytes)
+        data[:] = stored
+        return data
 
     def load(self, sequence_id: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
         """Store saved tokens under an empty id; False: no room."""

@@ -39,6 +39,7 @@ _MAX_SEQUENCE_IDS: Final = 256  # LLAMA_MAX_SEQ
 _MIN_SEQUENCE_IDS: Final = 64
 # What nobody uses slows everybody: 750 idle cells make 8 decoding sequences a seventh slower (measured).
 _IDLE_PART: Final = 32
+_PREPARED: Final = 5  #: part of the parking memory that is mapped at a time before it is needed
 _FIRST_ROW_S: Final = 0.01  # a guess until a prompt was computed
 
 
@@ -78,6 +79,7 @@ class LlamaCppBackend(SequenceHolder):
         num_ids = max_sequences if self._is_divided else _num_shared_ids(max_sequences)
         self._model = model
         self._micro_batch = micro_batch
+        self._parking_bytes = parking_bytes
         self._prompt_pace, self._embedding_pace = _Pace(), _Pace()
         self._context = Context(
             model,
@@ -152,8 +154,14 @@ class LlamaCppBackend(SequenceHolder):
             self._context.add_chunk(sequence_id, tokens, 0, wants_logits=True)
             self._run(num_tokens)
             self._context.append(sequence_id, num_tokens)
+            self._prepare_parking(self._context.save(sequence_id).nbytes // num_tokens)
             self._context.cut(sequence_id, 0)
         self._give_back(sequence_id)
+
+    def _prepare_parking(self, token_bytes: int) -> None:
+        """Map memory for a long request that has to make room for somebody who speaks."""
+        num_bytes = min(self._capacity.max_context_tokens * token_bytes, self._parking_bytes // _PREPARED)
+        self._parking.prepare(num_bytes)
 
     # -- an iteration ----------------------------------------------------------------------------------
 

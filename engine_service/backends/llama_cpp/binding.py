@@ -492,9 +492,11 @@ class Library:
         """Return the greatest stored position of a sequence; -1 if it is empty."""
         return int(self._lib.llama_memory_seq_pos_max(memory, sequence_id))
 
-    def save_sequence(self, context: int, sequence_id: int) -> NDArray[np.uint8]:
-        """Return what a sequence stores as bytes; empty if the library refuses."""
-        data = np.empty(int(self._lib.llama_state_seq_get_size(context, sequence_id)), dtype=np.uint8)
+    def save_sequence(
+        self, context: int, sequence_id: int, memory: Callable[[int], NDArray[np.uint8]]
+    ) -> NDArray[np.uint8]:
+        """Return what a sequence stores as bytes, written to memory of that size; empty if refused."""
+        data = memory(int(self._lib.llama_state_seq_get_size(context, sequence_id)))
         written = self._lib.llama_state_seq_get_data(context, data.ctypes.data, data.nbytes, sequence_id)
         return data[:written]
 
