@@ -30,6 +30,7 @@ from engine_service.backends.holding import Part
 from engine_service.backends.llama_cpp.binding import ABORTED, NO_ROOM
 from engine_service.backends.llama_cpp.context import Context
 from engine_service.backends.llama_cpp.model import Model, Words
+from engine_service.backends.llama_cpp.passes import MOST_MEASURED, PassSizes
 from engine_service.backends.parking import PARKING_BYTES
 from engine_service.backends.sequences import SequenceHolder
 from engine_service.scheduling.model import Capacity, RequestId
@@ -79,6 +80,7 @@ class LlamaCppBackend(SequenceHolder):
         num_ids = max_sequences if self._is_divided else _num_shared_ids(max_sequences)
         self._model = model
         self._micro_batch = micro_batch
+        self._pass_sizes = PassSizes()
         self._parking_bytes = parking_bytes
         self._prompt_pace, self._embedding_pace = _Pace(), _Pace()
         self._context = Context(
@@ -144,24 +146,41 @@ class LlamaCppBackend(SequenceHolder):
     def set_threads(self, threads: int) -> None:
         """Compute with that many threads from the next step on."""
         self._context.set_threads(threads)
+        self._pass_sizes = PassSizes()
 
     def warm_up(self) -> None:
-        """Compute a few tokens and forget them, so that the first request does not pay for page faults."""
-        sequence_id = self._take_id()
-        for num_tokens in (2, 1):
-            self._context.begin()
-            tokens = np.full(num_tokens, max(self._model.eos_id, 0), dtype=np.int32)
-            self._context.add_chunk(sequence_id, tokens, 0, wants_logits=True)
-            self._run(num_tokens)
-            self._context.append(sequence_id, num_tokens)
-            self._prepare_parking(self._context.save(sequence_id).nbytes // num_tokens)
+        """Compute a few tokens and forget them, so that the first request does not pay for page faults.
+
+        What is measured meanwhile decides how later iterations are divided over passes.
+        """
+        most = min(MOST_MEASURED, self._capacity.max_sequences)
+        ids = [self._take_id() for _ in range(most)]
+        self._warm_pass(ids[:1])
+        self._prepare_parking(self._context.save(ids[0]).nbytes)
+        self._pass_sizes = PassSizes(
+            [min(self._warm_pass(ids[:num_rows]) for _ in range(3)) for num_rows in range(1, most + 1)]
+        )
+        for sequence_id in ids:
+            self._free(sequence_id)
+
+    def _warm_pass(self, ids: list[int]) -> float:
+        """Compute one token in each of these sequences, and nothing beside; return the seconds."""
+        self._context.begin()
+        for sequence_id in ids:
             self._context.cut(sequence_id, 0)
-        self._give_back(sequence_id)
+            self._context.add_token(sequence_id, max(self._model.eos_id, 0), 0)
+        started = time.perf_counter()
+        self._run(len(ids))
+        seconds = time.perf_counter() - started
+        for sequence_id in ids:
+            self._context.append(sequence_id, 1)
+        return seconds
 
     def _prepare_parking(self, token_bytes: int) -> None:
-        """Map memory for a long request that has to make room for somebody who speaks."""
+        """Map memory for two long requests that have to make room for somebody who speaks."""
         num_bytes = min(self._capacity.max_context_tokens * token_bytes, self._parking_bytes // _PREPARED)
-        self._parking.prepare(num_bytes)
+        for _ in range(2):
+            self._parking.prepare(num_bytes)
 
     # -- an iteration ----------------------------------------------------------------------------------
 
@@ -174,12 +193,13 @@ class LlamaCppBackend(SequenceHolder):
         started = time.perf_counter()
         parts = self._plan(decode_ids, prefills)
         with self._context.step():
-            outcomes = self._decode([part for part in parts if not part.is_chunk])
-            chunks = [part for part in parts if part.is_chunk]
+            outcomes = self._decode([part for part in parts if _is_one_row(part)])
+            chunks = [part for part in parts if not _is_one_row(part)]
             outcomes += self._prefill([p for p in chunks if not p.live.generation.order.wants_embedding])
             outcomes += self._embed([p for p in chunks if p.live.generation.order.wants_embedding])
+        found = {outcome.request_id: outcome for outcome in outcomes}
         return StepOutcome(
-            outcomes=tuple(outcomes),
+            outcomes=tuple([found[part.live.request_id] for part in parts]),
             seconds=time.perf_counter() - started,
             aborted=any(part.num_done < part.num_tokens for part in chunks),
         )
@@ -191,10 +211,13 @@ class LlamaCppBackend(SequenceHolder):
         prompt rows with 3 decodes beside 2,000 cells took 411 ms, 62 prompt rows and then 3 decodes 245. And
         what was decoded is not lost when speech stops the prompts.
         """
-        if not parts:
-            return []
-        self._compute([(part, 1) for part in parts])
-        return [self._settle(part, 1, self._row(part)) for part in parts]
+        outcomes: list[SequenceOutcome] = []
+        rows = sorted(parts, key=lambda part: part.live.sequence_id)
+        for size in self._pass_sizes.of(len(rows)) if rows else ():
+            now, rows = rows[:size], rows[size:]
+            self._compute([(part, 1) for part in now])
+            outcomes += [self._settle(part, 1, self._row(part)) for part in now]
+        return outcomes
 
     def _prefill(self, parts: list[Part]) -> list[SequenceOutcome]:
         """Compute chunks until they are done or the step is aborted."""
@@ -304,6 +327,11 @@ class DividedLlamaCppBackend(DividedHolder, LlamaCppBackend):
     """One GGUF model on the CPU; each request that runs has an equal part of the cache."""
 
     _is_divided = True
+
+
+def _is_one_row(part: Part) -> bool:
+    """Return whether a part is computed beside those that decode: what comes back has one token left."""
+    return not part.is_chunk or (part.num_tokens == 1 and part.wants_logits)
 
 
 def _num_shared_ids(max_sequences: int) -> int:
