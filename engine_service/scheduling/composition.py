@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from engine_service.scheduling.decisions import PrefillChunk
 from engine_service.scheduling.estimator import IterationShape
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.state import State
+
+_HARDLY_LESS: Final = 0.75
+"""Of the time that decodes take by themselves; beside speech, what saves less than the rest waits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +78,12 @@ def _eligible_prefills(state: State, prefilling: list[Record], speaks: bool) -> 
 def _beside_speech(
     state: State, decoding: list[Record], prefilling: list[Record], *, now: float
 ) -> tuple[Record, ...]:
-    """Leave out lower decodes while they would break the spoken inter-token target, for a bounded time."""
+    """Leave out lower decodes that would hold a spoken answer up, for a bounded time.
+
+    That is where they would break its inter-token target, and where computing them beside it saves hardly
+    anything: then all of them are done as soon, and what is spoken is done sooner. Whoever reads along is
+    left out for that only while there is text left to read.
+    """
     target = min(
         (
             t
@@ -86,15 +95,36 @@ def _beside_speech(
     if target is None:
         return tuple(decoding)
     chunk = sum(r.remaining for r in prefilling)
+    saves_little = state.policy.sprint and _batching_saves_little(state, decoding, chunk)
     kept: list[Record] = []
     context = 0
-    for r in decoding:
+    for r, spare in zip(decoding, _spares_s(decoding, now=now), strict=True):
         is_owed = now - r.last_served_at > state.policy.max_pause_s
         predicted = state.estimator.seconds(chunk, 0, len(kept) + 1, context + r.stored)
-        if r.flow.urgency == 0 or is_owed or predicted is None or predicted <= target:
+        can_wait = saves_little and (spare is None or spare > 0)
+        is_short = predicted is None or predicted <= target
+        if r.flow.urgency == 0 or is_owed or (is_short and not can_wait):
             kept.append(r)
             context += r.stored
     return tuple(kept)
+
+
+def _batching_saves_little(state: State, decoding: list[Record], chunk: int) -> bool:
+    """Return whether other decodes take about as long beside what is spoken as in iterations of their own.
+
+    So it is on a processor, where every row costs; on a GPU the weights that are read for one row serve all.
+    """
+    seconds = state.estimator.seconds
+    spoken = [r.stored for r in decoding if r.flow.urgency == 0]
+    others = [r.stored for r in decoding if r.flow.urgency != 0]
+    if not others:
+        return False
+    together = seconds(chunk, 0, len(decoding), sum(spoken) + sum(others))
+    alone = seconds(chunk, 0, len(spoken), sum(spoken))
+    apart = seconds(0, 0, len(others), sum(others))
+    if together is None or alone is None or apart is None:
+        return False
+    return together - alone >= _HARDLY_LESS * apart
 
 
 def _paced(

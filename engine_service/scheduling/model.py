@@ -197,7 +197,7 @@ class Policy:
     max_chunk_tokens: int = 512
     min_chunk_tokens: int = 64
     efficient_chunk_tokens: int = 128  #: below this a chunk waits for slack, unless the rest is shorter
-    sprint: bool = True  #: no other prefill while a spoken answer is under way
+    sprint: bool = True  #: speech under way: no other prefill, and no decode that costs as much apart
     max_pause_s: float = 2.0
     abort_patience_s: float = 0.1  #: speech waits for an iteration that is expected to end this soon
     max_waiting: int = 1_000  #: most requests waiting over all residents

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+
+import pytest
 
 from engine_service.scheduling.decisions import Compose, Pause, Resume
-from engine_service.scheduling.model import Policy, Resident, ResidentId
+from engine_service.scheduling.model import Policy, RequestId, Resident, ResidentId
 from tests.scheduling.household import CAPACITY, Household
 
 ALICE = Resident(resident_id=ResidentId("alice"))
@@ -143,6 +146,52 @@ def test_lower_decodes_are_paused_for_speech_only_for_a_bounded_time() -> None:
         if request_id != voice:
             pauses = [b - a for a, b in itertools.pairwise(sequence.tokens_at)]
             assert max(pauses) < Policy().max_pause_s + 1.0
+
+
+def spoken_beside(
+    cost: Callable[[int, int], float], lower: str
+) -> tuple[Household, RequestId, list[RequestId]]:
+    """Let three documents or chats be answered, then somebody speak."""
+    home = Household(residents=(ALICE, BOB), cost=cost)
+    others = [home.ask("bob", lower, 60, 400) for _ in range(3)]
+    home.run_until(home.now + 2.0)
+    voice = home.ask("alice", "voice", 40, 20)
+    home.run_dry()
+    return home, voice, others
+
+
+def tokens_during(home: Household, spoken: RequestId, other: RequestId) -> int:
+    times = home.sequences[spoken].tokens_at
+    return sum(times[0] < t <= times[-1] for t in home.sequences[other].tokens_at)
+
+
+@pytest.mark.parametrize("lower", ["background", "chat"])
+def test_a_spoken_answer_is_computed_alone_where_every_row_costs(lower: str) -> None:
+    """As on a processor: the others are done as soon, and who speaks is answered three times sooner."""
+    home, voice, others = spoken_beside(lambda chunk, decodes: 0.001 * chunk + 0.01 * decodes + 0.001, lower)
+    times = home.sequences[voice].tokens_at
+    assert times[-1] - times[0] < 19 * 0.013
+    assert [tokens_during(home, voice, other) for other in others] == [0, 0, 0]
+
+
+def test_a_spoken_answer_is_computed_with_others_where_one_pass_serves_all() -> None:
+    """As on a GPU: to leave the others out would win nothing."""
+    home, voice, others = spoken_beside(
+        lambda chunk, decodes: 0.0001 * chunk + 0.0005 * decodes + 0.01, "background"
+    )
+    assert all(tokens_during(home, voice, other) >= 18 for other in others)
+
+
+def test_a_reader_without_text_left_is_not_left_out_for_speech() -> None:
+    """Chats that are as slow as they may be have nothing to spare; documents, which nobody reads, wait."""
+    home = Household(
+        residents=(ALICE, BOB), cost=lambda chunk, decodes: 0.001 * chunk + 0.05 * decodes + 0.002
+    )
+    chats = [home.ask("bob", "chat", 40, 100) for _ in range(4)]
+    home.run_until(home.now + 3.0)
+    voice = home.ask("alice", "voice", 40, 60)
+    home.run_dry()
+    assert sum(tokens_during(home, voice, chat) for chat in chats) >= 10
 
 
 def test_a_cut_prompt_fills_whole_passes_of_the_backend() -> None:
