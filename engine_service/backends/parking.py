@@ -46,8 +46,8 @@ class Parked:
 class Parking:
     """Bounded host memory for sequences that are not in use.
 
-    Memory that was used once is used again and never given back: to map fresh memory takes many times as
-    long as to copy into it, and whoever speaks waits for that.
+    Memory that was used once is kept, within the bound, and used again: to map fresh memory takes many times
+    as long as to copy into it, and whoever speaks waits for that.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -69,8 +69,7 @@ class Parking:
     def prepare(self, num_bytes: int) -> None:
         """Map memory for one sequence of num_bytes ahead of its being needed, unless that is too much."""
         if num_bytes <= self._max_bytes - self._num_all_bytes:
-            self._spare.append(np.zeros(num_bytes, dtype=np.uint8))
-            self._spare[-1].fill(1)  # zeros are not mapped before they are written
+            self._spare.append(np.ones(num_bytes, dtype=np.uint8))  # zeros would not be mapped yet
 
     def buffer(self, tokens: NDArray[np.int32], num_bytes: int) -> NDArray[np.uint8]:
         """Return memory to save a sequence in; what it repeats from its start is forgotten."""

@@ -10,7 +10,7 @@ iterations (docs/models.md).
     event loop                         engine thread
     submit -> Arrived  ---(lock)--->   orders queue: Admit, Preempt, ..., Compose
     cancel -> Cancelled                 carry out -> step -> IterationDone ---(lock)---> more orders
-    Session.push  <---(courier, ledger)---  deltas of the iteration, in one batch
+    Session.push  <---(courier, ledger)---  deltas of the iterations, in batches
 """
 
 from __future__ import annotations

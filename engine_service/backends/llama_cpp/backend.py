@@ -1,8 +1,9 @@
 """One llama.cpp context driven iteration by iteration, as `base.Backend`.
 
-Decides nothing about who runs. One `step` computes exactly the rows it was told: first, in one llama_decode,
-the requests that decode (one row each), then the chunks of prompts in one llama_decode per micro-batch. An
-aborted step keeps what was decoded and the micro-batches that were over, and reports exactly that.
+Decides nothing about who runs. One `step` computes exactly the rows it was told: first the requests that
+decode (one row each, in one llama_decode or in several where that is faster), then the chunks of prompts in
+one llama_decode per micro-batch. An aborted step keeps what was decoded and the micro-batches that were over,
+and reports exactly that.
 """
 
 from __future__ import annotations
@@ -212,11 +213,11 @@ class LlamaCppBackend(SequenceHolder):
         what was decoded is not lost when speech stops the prompts.
         """
         outcomes: list[SequenceOutcome] = []
-        rows = sorted(parts, key=lambda part: part.live.sequence_id)
-        for size in self._pass_sizes.of(len(rows)) if rows else ():
+        rows = _by_sequence([(part, 1) for part in parts])
+        for size in self._pass_sizes.of(len(rows)):
             now, rows = rows[:size], rows[size:]
-            self._compute([(part, 1) for part in now])
-            outcomes += [self._settle(part, 1, self._row(part)) for part in now]
+            self._compute(now)
+            outcomes += [self._settle(part, 1, self._row(part)) for part, _ in now]
         return outcomes
 
     def _prefill(self, parts: list[Part]) -> list[SequenceOutcome]:

@@ -34,5 +34,5 @@ class PassSizes:
             best.append(divided if is_divided else whole)
 
     def of(self, num_rows: int) -> tuple[int, ...]:
-        """Return the rows of each pass; together num_rows (>= 1)."""
+        """Return the rows of each pass; together num_rows (none: no pass)."""
         return self._sizes[num_rows] if num_rows < len(self._sizes) else (num_rows,)
