@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Final, assert_never
 from zoneinfo import ZoneInfo
 
 from engine_service.backends.base import (
@@ -128,6 +128,12 @@ _ABORT_AGAIN_S = 0.005
 _READY_WITHIN_S = 60.0
 _TICK_S = 1.0
 _JOIN_S = 10.0
+COMPANY_S: Final = 0.002
+"""How long whoever finds an idle engine waits for those who come at the same moment, in seconds.
+
+Prompts that are computed together share what a pass costs by itself, and their classes say who is first.
+"""
+_LONGEST_COMPANY_S: Final = 0.01
 _DAY_SLACK_S = 5.0
 """A wall clock that drifts by less is not worth a word to the core."""
 _MOST_UNDELIVERED = 64
@@ -212,13 +218,15 @@ class Engine:
         wall_clock: Callable[[], float] = time.time,
         models: Models | None = None,
         gather_s: float = GATHER_S,
+        company_s: float = COMPANY_S,
     ) -> None:
         """Take over a loaded backend; nothing runs before `start`.
 
         rebuild makes a new backend after the old one was lost; without it the engine stops serving. Where
         there are several models, the backend is that of the first, and models makes the new ones. An
         iteration that lasts longer than patience_s is stopped; one that cannot be stopped means that the
-        backend is lost. Text that neither begins nor ends anything is delivered every gather_s seconds.
+        backend is lost. Text that neither begins nor ends anything is delivered every gather_s seconds. An
+        idle engine begins company_s seconds after the last arrival (0: at once), with speech always at once.
         """
         self._backend = backend
         self._policy = policy or Policy()
@@ -250,6 +258,9 @@ class Engine:
         self._undelivered = threading.Semaphore(_MOST_UNDELIVERED)
         self._courier: Courier[_Batch] | None = None
         self._gather_s = gather_s
+        self._company_s = company_s
+        self._beginning: asyncio.TimerHandle | None = None  #: when those who came together are planned
+        self._begins_by = 0.0
         self._thread: threading.Thread | None = None
         self._hanging: dict[threading.Thread, Backend] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -538,16 +549,47 @@ class Engine:
             if not self._live:
                 self._busy_since = now
             self._live[request.request_id] = live
+            self._let_in_who_waits_for_company(request.resident_id)
             num_ahead = self._scheduler.state.total_waiting
-            refused = next((d for d in self._tell(Arrived(request=request)) if isinstance(d, Reject)), None)
+            arrived = Arrived(request=request, may_have_company=self._may_have_company(request.class_id))
+            refused = next((d for d in self._tell(arrived) if isinstance(d, Reject)), None)
             if refused is not None:
                 del self._live[request.request_id]
                 raise self._refusal(refused, request)
+            if arrived.may_have_company:
+                self._begin_soon(now=now)
             self._see_models()
             self._wakeup.notify()
         session.push(Accepted(request_id=request.request_id, num_ahead=num_ahead))
         self._bump()
         return session
+
+    def _may_have_company(self, class_id: WorkloadClass) -> bool:
+        is_idle = self._scheduler.state.in_flight is None
+        return is_idle and self._company_s > 0 and not class_id.is_spoken
+
+    def _let_in_who_waits_for_company(self, resident_id: ResidentId) -> None:
+        """Plan now if those who wait for company would keep somebody out of a full queue (lock held)."""
+        if self._beginning is not None and self._scheduler.is_queue_full(resident_id):
+            self._tell(Ticked())
+            self._wakeup.notify()
+
+    def _begin_soon(self, *, now: float) -> None:
+        """Plan a moment after the last arrival (lock held)."""
+        loop = asyncio.get_running_loop()
+        if self._beginning is None:
+            self._begins_by = now + _LONGEST_COMPANY_S
+        else:
+            self._beginning.cancel()
+        delay_s = max(0.0, min(self._company_s, self._begins_by - now))
+        self._beginning = loop.call_later(delay_s, self._begin)
+
+    def _begin(self) -> None:
+        self._beginning = None
+        with self._wakeup:
+            if self._scheduler.state.in_flight is None and not self._is_stopped:
+                self._tell(Ticked())
+                self._wakeup.notify()
 
     async def prepare_constraint(self, constraint: Constraint, model_id: ModelId = THE_MODEL) -> None:
         """Compile a grammar off the event loop (a large one takes a second); backends keep it.

@@ -20,6 +20,7 @@ class Arrived:
     """A request was accepted by the server."""
 
     request: Request
+    may_have_company: bool = False  #: others may come at the same moment: plan with the next event, not yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

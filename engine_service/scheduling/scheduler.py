@@ -12,8 +12,8 @@ Rules (each is checked by `invariants.check`)
 * P7 the same events at the same times give the same decisions.
 * P8 a cancelled request gives its pages back within one iteration and settles once.
 * P9 no idle iteration while an admissible request waits, unless a named reserve says so: the headroom of
-  speech, the sprint, that its class is paused (`Policy.paused_classes`), or that it asks another model than
-  the one that serves.
+  speech, the sprint, that its class is paused (`Policy.paused_classes`), that it asks another model than
+  the one that serves, or that others may come at the same moment (`Arrived.may_have_company`).
 * P10 a class is set by the arrival and never changes.
 """
 
@@ -95,7 +95,8 @@ class Scheduler:
         """Take note of event at monotonic now (seconds) and return what to do, in order."""
         self.state.forget_answers()
         decisions = self._note(event, now=now)
-        if self.state.in_flight is None and self.state.is_backend_up:
+        waits = isinstance(event, Arrived) and event.may_have_company
+        if self.state.in_flight is None and self.state.is_backend_up and not waits:
             decisions.extend(self._plan(now=now))
         return decisions
 
@@ -181,6 +182,15 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return whether something runs or waits for its turn (not: for a paused class, another model)."""
         return bool(self.state.holding) or self.state.total_waiting > 0
+
+    def is_queue_full(self, resident_id: ResidentId) -> bool:
+        """Return whether the resident, or everybody together, has as many requests waiting as may wait."""
+        state = self.state
+        resident = state.residents.get(resident_id)
+        if state.total_waiting + state.num_set_aside() >= state.policy.max_waiting:
+            return True
+        num_waiting = state.num_waiting.get(resident_id, 0) + state.num_set_aside(resident_id)
+        return resident is not None and num_waiting >= resident.max_waiting
 
     def most_tokens(
         self, class_id: WorkloadClass, *, shared: int = 0, elsewhere: Capacity | None = None

@@ -172,6 +172,7 @@ async def by_generator(
         residents=scenario.residents,
         clock=lambda: clock.now,
         event_log=log,
+        company_s=0,  # a moment of the wall's clock, which virtual time does not know
     )
     await clock.engine.start()
     await clock.live()

@@ -127,6 +127,7 @@ class Household:
         keep_prefix: bool = False,
         program: str | None = None,
         model: str = THE_MODEL,
+        may_have_company: bool = False,
     ) -> RequestId:
         """Let a request arrive now; output is how long its answer will really be."""
         self._count += 1
@@ -143,7 +144,7 @@ class Household:
             model_id=ModelId(model),
         )
         self.sequences[request.request_id] = Sequence(request=request, output_length=output)
-        self.tell(Arrived(request=request))
+        self.tell(Arrived(request=request, may_have_company=may_have_company))
         return request.request_id
 
     def cancel(self, request_id: RequestId) -> None:

@@ -219,7 +219,10 @@ async def by_engine(folder: Path) -> list[tuple[float, Event, list[Decision]]]:
     )
     assert backend.capacity == CAPACITY
     log = folder / "events.jsonl"
-    engine = Engine(backend, policy=POLICY, residents=RESIDENTS, clock=lambda: clock[0], event_log=log)
+    # A moment in which others may come is one of the wall's clock, which this evening does not have.
+    engine = Engine(
+        backend, policy=POLICY, residents=RESIDENTS, clock=lambda: clock[0], event_log=log, company_s=0
+    )
     readers: list[asyncio.Task[None]] = []
     await engine.start()
     while left:
