@@ -125,6 +125,7 @@ from engine_service.scheduling.targets import TARGETS
 
 _LOGGER = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 0.005
+_ABORT_EVERY_S = 0.02
 _READY_WITHIN_S = 60.0
 _TICK_S = 1.0
 _JOIN_S = 10.0
@@ -835,15 +836,16 @@ class Engine:
         if self._is_stepping:
             self._backend.abort()
             if self._loop is not None and not self._loop.is_closed():
-                iteration = self._scheduler.state.num_iterations
                 self._loop.call_soon_threadsafe(
-                    self._loop.call_later, _ABORT_AGAIN_S, self._abort_again, iteration
+                    self._loop.call_later, _ABORT_AGAIN_S, self._abort_again, self._turn
                 )
 
-    def _abort_again(self, iteration: int) -> None:
-        # The first call may have come just before the backend began its step.
-        if self._is_stepping and self._scheduler.state.num_iterations == iteration:
-            self._backend.abort()
+    def _abort_again(self, turn: int) -> None:
+        # The first call may have come just before the backend began its step, or met what was nearly over.
+        with self._wakeup:
+            if self._is_stepping and self._turn == turn and self._loop is not None:
+                self._backend.abort()
+                self._loop.call_later(_ABORT_EVERY_S, self._abort_again, turn)
 
     # ---- the engine thread
 

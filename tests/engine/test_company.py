@@ -1,8 +1,9 @@
-"""What an idle engine waits for, and what it does not."""
+"""What an idle engine waits for, and what it does not; and what it asks of an iteration that speech meets."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -106,3 +107,38 @@ async def test_a_queue_is_not_full_of_those_who_only_wait_for_company(
         second = await engine.submit(order(engine, "bob", "chat", "Good evening.", 4))
         for session in (first, second):
             assert len((await read(session))[0]) == 4
+
+
+class Stubborn(SimulatedBackend):
+    """A device whose prompts are stopped only when it is asked for the fourth time."""
+
+    def __init__(self) -> None:
+        super().__init__(advance=self._take_long)
+        self.is_busy, self._is_let_go = threading.Event(), threading.Event()
+        self.times_asked = 0
+
+    def _take_long(self, seconds: float) -> float:
+        if seconds < 0.5:
+            return seconds
+        self.is_busy.set()
+        assert self._is_let_go.wait(10), "nobody asked often enough"
+        return 0.0
+
+    def abort(self) -> None:
+        self.times_asked += 1
+        if self.times_asked >= 4:
+            self._is_let_go.set()
+
+
+async def test_speech_asks_again_until_what_runs_is_over() -> None:
+    backend = Stubborn()
+    async with started(backend) as engine:
+        document = await engine.submit(order(engine, "alice", "background", "A long report. " * 200, 2))
+        assert await asyncio.to_thread(backend.is_busy.wait, 10)
+        spoken = await engine.submit(order(engine, "bob", "voice", "Turn on the light.", 2))
+        assert len((await read(spoken))[0]) == 2
+        asked = backend.times_asked
+        assert asked >= 4
+        document.cancel()
+        await asyncio.sleep(0.1)
+        assert backend.times_asked == asked, "and not after that"

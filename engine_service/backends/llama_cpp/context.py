@@ -22,8 +22,12 @@ from engine_service.backends.llama_cpp.model import Model
 from engine_service.backends.parking import Memory, fresh_memory
 
 _INT32_BYTES: Final = 4
-#: A run that should be over by then is not stopped: what speech would win is less than what would be lost.
-_PATIENCE_S: Final = 0.05
+PATIENCE_S: Final = 0.1
+"""A run that should be over by then is left alone until then: more would be lost than speech would win.
+
+Nobody notices a tenth of a second (Nielsen 1993, "Usability Engineering", chapter 5); a run that is stopped
+has to be computed again from its start.
+"""
 
 
 class Context:
@@ -66,6 +70,7 @@ class Context:
         self._abort_lock = threading.Lock()
         self._is_stepping = self._was_aborted = False
         self._started_at, self._expected_s = 0.0, None  # type: float, float | None
+        self._asked_at: float | None = None
         library.set_abort_flag(handle, ctypes.addressof(self._abort_flag))
 
     def _allocate_batch(self) -> None:
@@ -158,7 +163,7 @@ class Context:
             if expected_s is not None and self._was_aborted:
                 return ABORTED
             self._abort_flag[0] = b"\0"
-            self._started_at, self._expected_s = time.monotonic(), expected_s
+            self._started_at, self._expected_s, self._asked_at = time.monotonic(), expected_s, None
         try:
             code = self._library.decode(self._handle, self._batch)
             self._library.synchronize(self._handle)
@@ -170,14 +175,17 @@ class Context:
     def abort(self) -> None:
         """Stop the `step` under way (any thread): at once, or where the `run` under way is nearly over, then.
 
-        Nothing happens if none is.
+        Nothing happens if none is. Who asks again stops what should have been over meanwhile and is not.
         """
         with self._abort_lock:
             self._was_aborted = self._is_stepping
             if self._expected_s is None:
                 return
-            left_s = self._started_at + self._expected_s - time.monotonic()
-            if not -self._expected_s / 2 <= left_s <= _PATIENCE_S:
+            now = time.monotonic()
+            if self._asked_at is None:
+                self._asked_at = now
+            ends_at, waits_until = self._started_at + self._expected_s, self._asked_at + PATIENCE_S
+            if not (now < waits_until and now - PATIENCE_S <= ends_at < waits_until):
                 self._abort_flag[0] = b"\1"
 
     def logits(self) -> NDArray[np.float32] | None:
