@@ -29,8 +29,9 @@ from rich.text import Text
 
 from engine_service import __version__
 from engine_service.backends.base import ModelError
+from engine_service.backends.host_memory import available_bytes
 from engine_service.backends.llama_cpp.binding import open_library
-from engine_service.commands.plan import available_bytes, model_path
+from engine_service.commands.plan import model_path
 from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, print_json, size
 from engine_service.errors import SettingsError
 from engine_service.footprint import footprint_of

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Final
 from rich.text import Text
 
 from engine_service.backends.base import ModelError
+from engine_service.backends.host_memory import available_bytes
 from engine_service.backends.llama_cpp.provision import default_model_path
 from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, fail, print_json, size, table
 from engine_service.engine.memory import REFERENCE_TOKENS, Room, is_useless, planned
@@ -377,14 +377,3 @@ def _models_in(folder: Path) -> Iterator[Path]:
     yield from sorted(config.parent for config in folder.glob("*/config.json"))
     if (folder / "config.json").is_file():
         yield folder
-
-
-def available_bytes() -> int | None:
-    """Return the memory this machine could give to a model without a GPU; None where that is not known."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None

@@ -31,6 +31,7 @@ NO_ROOM: Final = 1  #: `decode` found no cells; nothing was stored
 ABORTED: Final = 2  #: `decode` was stopped; finished micro-batches are stored
 
 _FLASH_ATTENTION_ON: Final = 1
+_LOAD_MODE_NONE: Final = 0  #: read into memory, not mapped
 _QUANTISED_Q8_0: Final = 7  # LLAMA_FTYPE_MOSTLY_Q8_0
 _LOG_WARNING: Final = 3
 _LOG_CONTINUED: Final = 5
@@ -312,15 +313,23 @@ class Library:
     # -- model -----------------------------------------------------------------------------------------
 
     def load_model(
-        self, path: bytes, *, vocab_only: bool = False, tell: Callable[[float], None] | None = None
+        self,
+        path: bytes,
+        *,
+        vocab_only: bool = False,
+        is_copied: bool = False,
+        tell: Callable[[float], None] | None = None,
     ) -> int | None:
         """Open a GGUF file on the CPU; None if llama.cpp refused it (`recent_log` says why).
 
+        Weights that are copied lie in memory of their own, others in the file itself, which is mapped.
         tell hears the part that is loaded, from 0 to 1, in the calling thread; it must not raise.
         """
         params = self._lib.llama_model_default_params()
         params.n_gpu_layers = 0
         params.vocab_only = vocab_only
+        if is_copied:
+            params.load_mode = _LOAD_MODE_NONE
 
         def progressed(part: float, _user: object) -> bool:
             if tell is not None:

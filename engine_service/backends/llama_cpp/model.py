@@ -11,13 +11,14 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
 from engine_service.backends.base import BackendError, GenerationOrder, ModelError, ModelInfo, Tell
 from engine_service.backends.generation import Vocabulary
 from engine_service.backends.grammar import GrammarCompiler
+from engine_service.backends.llama_cpp import huge_pages
 from engine_service.backends.llama_cpp.binding import Library
 
 _MAGIC: Final = b"GGUF"
@@ -42,8 +43,11 @@ class Model:
         self._lock = threading.Lock()
         self._num_users = 0
         self._is_closed = False
-        with library.fresh_log():
-            handle = library.load_model(os.fsencode(path), vocab_only=vocab_only, tell=tell)
+        is_copied = not vocab_only and huge_pages.are_worth_a_copy(path)
+        with library.fresh_log(), huge_pages.backing_what_is_new() if is_copied else nullcontext():
+            handle = library.load_model(
+                os.fsencode(path), vocab_only=vocab_only, is_copied=is_copied, tell=tell
+            )
             if not handle:
                 raise ModelError(_refusal(path, library.recent_log()))
         self.handle: int = handle
