@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_service.backends.generation import common_prefix
+from engine_service.scheduling.model import RequestId
 
 PARKING_BYTES: Final = 256 * 2**20
 """What the llama.cpp backend parks in, beside its cache."""
@@ -47,7 +48,8 @@ class Parking:
     """Bounded host memory for sequences that are not in use.
 
     Memory that was used once is kept, within the bound, and used again: to map fresh memory takes many times
-    as long as to copy into it, and whoever speaks waits for that.
+    as long as to copy into it, and whoever speaks waits for that. Some is reserved for whoever makes room for
+    speech and comes back right after.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -55,8 +57,11 @@ class Parking:
         self._max_bytes = max_bytes
         self._parked: OrderedDict[int, Parked] = OrderedDict()
         self._spare: list[NDArray[np.uint8]] = []
+        self._reserved: NDArray[np.uint8] | None = None
+        self._on_reserved: Parked | None = None
+        self._reserved_for: RequestId | None = None
         self._numbers = count()
-        self.num_bytes = 0  #: of what is parked, spare memory apart
+        self.num_bytes = 0  #: of what is parked, spare and reserved memory apart
 
     def __len__(self) -> int:
         return len(self._parked)
@@ -71,17 +76,37 @@ class Parking:
         if num_bytes <= self._max_bytes - self._num_all_bytes:
             self._spare.append(np.ones(num_bytes, dtype=np.uint8))  # zeros would not be mapped yet
 
-    def buffer(self, tokens: NDArray[np.int32], num_bytes: int) -> NDArray[np.uint8]:
-        """Return memory to save a sequence in; what it repeats from its start is forgotten."""
+    def reserve(self, num_bytes: int) -> None:
+        """Map memory that only who comes back is saved in, unless that is too much; it counts from now on."""
+        if self._reserved is None and num_bytes <= self._max_bytes - self._num_all_bytes:
+            self._reserved = np.ones(num_bytes, dtype=np.uint8)
+            self._max_bytes -= num_bytes
+
+    def buffer(
+        self,
+        tokens: NDArray[np.int32],
+        num_bytes: int,
+        *,
+        owner: RequestId | None = None,
+        is_away: Callable[[RequestId], bool] = lambda owner: True,
+    ) -> NDArray[np.uint8]:
+        """Return memory to save a sequence in; what it repeats from its start is forgotten.
+
+        The owner is the request that will be back for it soon; is_away says of an earlier one whether it
+        still will be.
+        """
         for parked in list(self._parked.values()):
             if len(parked.tokens) <= len(tokens) and common_prefix(parked.tokens, tokens) == len(
                 parked.tokens
             ):
                 self._drop(parked)
+        if owner is not None and (reserved := self._free_reserve(num_bytes, is_away)) is not None:
+            self._reserved_for = owner
+            return reserved
         if num_bytes > self._max_bytes:
             return fresh_memory(num_bytes)
-        while self._parked and self.num_bytes + num_bytes > self._max_bytes:
-            self._drop(next(iter(self._parked.values())))
+        while self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
+            self._drop(self._oldest())
         fitting = [spare for spare in self._spare if num_bytes <= spare.nbytes <= _LARGER_BY * num_bytes]
         if not fitting:
             return fresh_memory(num_bytes + num_bytes // 8)[:num_bytes]  # it may grow
@@ -89,9 +114,24 @@ class Parking:
         self._spare = [spare for spare in self._spare if spare is not best]
         return best[:num_bytes]
 
+    def _free_reserve(self, num_bytes: int, is_away: Callable[[RequestId], bool]) -> NDArray[np.uint8] | None:
+        """Return the reserved memory if so much fits and nobody has still to come back for what is there."""
+        if self._reserved is None or self._reserved.nbytes < num_bytes:
+            return None
+        if self._on_reserved is not None:
+            if self._reserved_for is not None and is_away(self._reserved_for):
+                return None
+            self._drop(self._on_reserved)
+        return self._reserved[:num_bytes]
+
+    def _oldest(self) -> Parked:
+        """Return what is forgotten next; reserved memory is not won by forgetting."""
+        return next(parked for parked in self._parked.values() if parked is not self._on_reserved)
+
     def put(self, tokens: NDArray[np.int32], data: NDArray[np.uint8]) -> None:
         """Keep a sequence as the most recently used one; what it repeats from its start is forgotten."""
-        if _num_bytes(data) > self._max_bytes:
+        is_reserved = _memory(data) is self._reserved
+        if not is_reserved and _num_bytes(data) > self._max_bytes:
             return
         for parked in list(self._parked.values()):
             shared = common_prefix(parked.tokens, tokens)
@@ -103,9 +143,12 @@ class Parking:
                 self._drop(parked)
         parked = Parked(number=next(self._numbers), tokens=tokens, data=data)
         self._parked[parked.number] = parked
+        if is_reserved:
+            self._on_reserved = parked
+            return
         self.num_bytes += _num_bytes(data)
         while self.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._parked.values())))
+            self._drop(self._oldest())
         self._trim()
 
     def best_match(self, tokens: NDArray[np.int32]) -> tuple[Parked | None, int]:
@@ -125,19 +168,23 @@ class Parking:
         self._parked.move_to_end(parked.number)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything; reserved memory stays."""
         self._parked.clear()
+        self._on_reserved = None
         self._spare.clear()
         self.num_bytes = 0
 
     def _drop(self, parked: Parked) -> None:
         del self._parked[parked.number]
+        if parked is self._on_reserved:
+            self._on_reserved = None
+            return
         self.num_bytes -= _num_bytes(parked.data)
         self._keep_memory(parked.data)
 
     def _keep_memory(self, data: NDArray[np.uint8]) -> None:
         memory = _memory(data)
-        if memory.nbytes >= _WORTH_KEEPING:
+        if memory.nbytes >= _WORTH_KEEPING and memory is not self._reserved:
             self._spare.append(memory)
             self._trim()
 

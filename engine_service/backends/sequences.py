@@ -246,10 +246,15 @@ class SequenceHolder(RequestHolder):
     def _park(self, stored: Stored) -> None:
         """Save a cached sequence to host memory, if it is long enough to be fetched and there is room."""
         if self._parking.is_open and len(stored.tokens) >= WORTH_FETCHING:
-            memory = partial(self._parking.buffer, stored.tokens)
+            memory = partial(self._parking.buffer, stored.tokens, owner=stored.owner, is_away=self._is_away)
             data = self._cells.save(stored.sequence_id, memory)
             if len(data):
                 self._parking.put(stored.tokens, data)
+
+    def _is_away(self, request_id: RequestId) -> bool:
+        """Return whether a request was preempted and has not come back."""
+        live = self._live.get(request_id)
+        return live is not None and not live.holds_cells
 
     def _fetch(self, tokens: NDArray[np.int32], *, better_than: int) -> tuple[Stored, int] | None:
         """Bring a parked sequence back if it shares clearly more with the tokens; return it and how much.

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_service.backends.parking import Parking
+from engine_service.scheduling.model import RequestId
 
 MIB = 2**20
 
@@ -59,6 +60,69 @@ def test_a_short_sequence_does_not_take_the_memory_of_a_long_one() -> None:
     parking.prepare(8 * MIB)
     park(parking, tokens(1), MIB, 1)
     assert parking._spare[0].nbytes == 8 * MIB
+
+
+def reserved(parking: Parking) -> int:
+    assert parking._reserved is not None
+    return parking._reserved.ctypes.data
+
+
+def test_reserved_memory_is_for_who_comes_back() -> None:
+    parking = Parking(40 * MIB)
+    parking.reserve(8 * MIB)
+    place = reserved(parking)
+    away = {RequestId("a")}
+
+    def save(*ids: int, num_bytes: int, owner: str) -> int:
+        data = parking.buffer(
+            tokens(*ids), num_bytes, owner=RequestId(owner), is_away=lambda request_id: request_id in away
+        )
+        parking.put(tokens(*ids), data)
+        return data.ctypes.data
+
+    assert park(parking, tokens(1), 4 * MIB, 1).ctypes.data != place
+    assert save(2, num_bytes=5 * MIB, owner="a") == place
+    found, _ = parking.best_match(tokens(2, 9))
+    assert found is not None
+    parking.touch(found)  # by somebody who begins alike
+    assert save(3, num_bytes=5 * MIB, owner="b") != place, "somebody has to come back"
+    away.clear()
+    assert save(4, num_bytes=8 * MIB, owner="b") == place, "whoever it was for is there again, or gone"
+    assert parking.best_match(tokens(2))[1] == 0, "what was there is overwritten"
+    away.add(RequestId("b"))
+    assert save(4, 5, num_bytes=8 * MIB, owner="b") == place, "it grew meanwhile"
+    parking.clear()
+    assert save(6, num_bytes=MIB, owner="c") == place
+
+
+def test_what_is_larger_than_the_reserve_is_parked_elsewhere() -> None:
+    parking = Parking(40 * MIB)
+    parking.reserve(8 * MIB)
+    data = parking.buffer(tokens(1), 9 * MIB, owner=RequestId("a"))
+    assert data.ctypes.data != reserved(parking)
+    parking.put(tokens(1), data)
+    assert parking.best_match(tokens(1))[1] == 1
+
+
+def test_reserved_memory_counts_and_is_never_forgotten_for_others() -> None:
+    parking = Parking(40 * MIB)
+    parking.reserve(8 * MIB)
+    parking.put(tokens(1), parking.buffer(tokens(1), 8 * MIB, owner=RequestId("a")))
+    for number in range(2, 12):
+        park(parking, tokens(number), 9 * MIB, number)
+        held = sum(one.data.base.nbytes for one in parking._parked.values() if one.data.base is not None)
+        assert held + sum(memory.nbytes for memory in parking._spare) <= 40 * MIB
+    assert parking.best_match(tokens(1))[1] == 1
+    parking.reserve(MIB)
+    assert parking._reserved is not None
+    assert parking._reserved.nbytes == 8 * MIB, "once"
+
+
+def test_no_more_is_reserved_than_may_be_parked() -> None:
+    parking = Parking(4 * MIB)
+    parking.reserve(8 * MIB)
+    assert parking._reserved is None
+    assert parking.buffer(tokens(1), MIB, owner=RequestId("a")).nbytes == MIB
 
 
 def test_spare_memory_counts() -> None:

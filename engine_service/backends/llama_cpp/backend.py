@@ -141,7 +141,7 @@ class LlamaCppBackend(SequenceHolder):
         self._model.close()
 
     def abort(self) -> None:
-        """Stop the prompts of the step under way, within some 50 ms (any thread); no-op when idle."""
+        """Stop the prompts of the step under way, at once or 0.1 s later (any thread); no-op when idle."""
         self._context.abort()
 
     def set_threads(self, threads: int) -> None:
@@ -180,8 +180,8 @@ class LlamaCppBackend(SequenceHolder):
     def _prepare_parking(self, token_bytes: int) -> None:
         """Map memory for two long requests that have to make room for somebody who speaks."""
         num_bytes = min(self._capacity.max_context_tokens * token_bytes, self._parking_bytes // _PREPARED)
-        for _ in range(2):
-            self._parking.prepare(num_bytes)
+        self._parking.reserve(num_bytes)
+        self._parking.prepare(num_bytes)
 
     # -- an iteration ----------------------------------------------------------------------------------
 
