@@ -26,7 +26,7 @@ from engine_service.engine.ledger import Ledger
 
 _LOGGER = logging.getLogger(__name__)
 
-GATHER_S: Final = 0.04
+GATHER_S: Final = 0.08
 """What is not urgent waits at most this long, in seconds, after the delivery before it."""
 _MOST_GATHERED: Final = 16
 """Parcels that are taken even sooner: what lies here, the engine's thread has to wait for in the end."""
