@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final, TypeVar
 
@@ -31,6 +32,7 @@ def tried_settings(slots: int) -> tuple[PeerSetting, ...]:
     """Return the ways in which the peer is tried; with the first it was fastest so far."""
     return (
         PeerSetting(slots=slots, unified=False),
+        PeerSetting(slots=slots, unified=False, is_mapped=False),
         PeerSetting(slots=slots, unified=True),
         PeerSetting(slots=slots, unified=True, micro_batch=128),
         PeerSetting(slots=slots, unified=True, batch=512),
@@ -91,30 +93,39 @@ class Bench:
             for server in (theirs, own):  # memory is touched and the code is warm
                 await several_streams(server, self.prompts, next(self._runs), num_clients)
 
-            async def both() -> Pair:
-                speeds = []
-                for server in (theirs, own):
-                    speeds.append(await several_streams(server, self.prompts, next(self._runs), num_clients))
-                return Pair(peer=speeds[0], ours=speeds[1])
+            async def both(order: Sequence[Server]) -> Pair:
+                speeds = {
+                    server.name: await several_streams(server, self.prompts, next(self._runs), num_clients)
+                    for server in order
+                }
+                return Pair(peer=speeds[theirs.name], ours=speeds[own.name])
 
-            return [await self._calm([theirs, own], both) for _ in range(repeats)]
+            # Each goes first in turn, so that what drifts favours neither.
+            orders = [[theirs, own], [own, theirs]]
+            return [await self._calm([theirs, own], partial(both, orders[i % 2])) for i in range(repeats)]
 
-    async def mixes(self, setting: PeerSetting, repeats: int, *, with_all_chat: bool) -> list[MixedPair]:
-        """Return the mix on both, with a warm prefix on both."""
+    async def mixes(self, setting: PeerSetting, repeats: int, *, num_all_chat: int = 0) -> list[MixedPair]:
+        """Return the mix on both, with a warm prefix; ours num_all_chat times also with all of it as chat."""
         pairs = []
         all_chat = self.prompts.all_chat()
         async with peer(self.common, setting) as theirs, self._ours(setting) as own:
-            for _ in range(repeats):
-                await warm_prefix(theirs, self.prompts, next(self._runs), pins=False)
-                their = await self._calm([theirs], lambda: mixed(theirs, self.prompts, next(self._runs)))
-                await warm_prefix(own, self.prompts, next(self._runs), pins=True)
-                mine = await self._calm([own], lambda: mixed(own, self.prompts, next(self._runs)))
+            orders = [[theirs, own], [own, theirs]]
+            for i in range(repeats):
+                runs = {}
+                for server in orders[i % 2]:
+                    await warm_prefix(server, self.prompts, next(self._runs), pins=server is own)
+                    run = partial(self._mixed, server, self.prompts)
+                    runs[server.name] = await self._calm([server], run)
+                their, mine = runs[theirs.name], runs[own.name]
                 plain = None
-                if with_all_chat:
-                    plain = await self._calm([own], lambda: mixed(own, all_chat, next(self._runs)))
+                if i < num_all_chat:
+                    plain = await self._calm([own], partial(self._mixed, own, all_chat))
                 pairs.append(MixedPair(peer=their, ours=mine, ours_all_chat=plain))
                 self.say(f"  makespan {their.makespan_s:.1f} s and {mine.makespan_s:.1f} s")
         return pairs
+
+    async def _mixed(self, server: Server, prompts: Prompts) -> Mixed:
+        return await mixed(server, prompts, next(self._runs))
 
     def _ours(self, setting: PeerSetting) -> Server:
         config = _OUR_CONFIG.format(divided=str(not setting.unified).lower())

@@ -266,12 +266,14 @@ class PeerSetting:
     unified: bool  #: one cache for all slots, or an equal part for each
     batch: int = 2048
     micro_batch: int = 512
+    is_mapped: bool = True  #: the weights stay in their file, or are read into memory
 
     @property
     def title(self) -> str:
         """The setting as it is typed."""
         unified = "-kvu" if self.unified else "-no-kvu"
-        return f"-np {self.slots} {unified} -b {self.batch} -ub {self.micro_batch}"
+        load = "" if self.is_mapped else " -lm none"
+        return f"-np {self.slots} {unified} -b {self.batch} -ub {self.micro_batch}{load}"
 
 
 def peer_binary() -> Path:
