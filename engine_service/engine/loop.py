@@ -550,30 +550,20 @@ class Engine:
             if not self._live:
                 self._busy_since = now
             self._live[request.request_id] = live
-            self._let_in_who_waits_for_company(request.resident_id)
             num_ahead = self._scheduler.state.total_waiting
-            arrived = Arrived(request=request, may_have_company=self._may_have_company(request.class_id))
+            arrived = Arrived(request=request, may_have_company=self._company_s > 0)
             refused = next((d for d in self._tell(arrived) if isinstance(d, Reject)), None)
+            self._wakeup.notify()
             if refused is not None:
                 del self._live[request.request_id]
                 raise self._refusal(refused, request)
-            if arrived.may_have_company:
+            if arrived.may_have_company and self._scheduler.state.in_flight is None:
                 self._begin_soon(now=now)
             self._see_models()
             self._wakeup.notify()
         session.push(Accepted(request_id=request.request_id, num_ahead=num_ahead))
         self._bump()
         return session
-
-    def _may_have_company(self, class_id: WorkloadClass) -> bool:
-        is_idle = self._scheduler.state.in_flight is None
-        return is_idle and self._company_s > 0 and not class_id.is_spoken
-
-    def _let_in_who_waits_for_company(self, resident_id: ResidentId) -> None:
-        """Plan now if those who wait for company would keep somebody out of a full queue (lock held)."""
-        if self._beginning is not None and self._scheduler.is_queue_full(resident_id):
-            self._tell(Ticked())
-            self._wakeup.notify()
 
     def _begin_soon(self, *, now: float) -> None:
         """Plan a moment after the last arrival (lock held)."""

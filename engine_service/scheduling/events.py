@@ -20,7 +20,9 @@ class Arrived:
     """A request was accepted by the server."""
 
     request: Request
-    may_have_company: bool = False  #: others may come at the same moment: plan with the next event, not yet
+    may_have_company: bool = (
+        False  #: an event follows soon: an idle device may wait for it, unless for speech
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

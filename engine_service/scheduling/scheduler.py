@@ -94,11 +94,22 @@ class Scheduler:
     def handle(self, event: Event, *, now: float) -> list[Decision]:
         """Take note of event at monotonic now (seconds) and return what to do, in order."""
         self.state.forget_answers()
-        decisions = self._note(event, now=now)
-        waits = isinstance(event, Arrived) and event.may_have_company
-        if self.state.in_flight is None and self.state.is_backend_up and not waits:
-            decisions.extend(self._plan(now=now))
+        decisions: list[Decision] = []
+        if (
+            isinstance(event, Arrived)
+            and self._is_idle
+            and self._has_no_room_to_wait(event.request.resident_id)
+        ):
+            decisions += self._plan(now=now)  # who only waits for company keeps nobody out
+        decisions += self._note(event, now=now)
+        waits = isinstance(event, Arrived) and event.may_have_company and not event.request.class_id.is_spoken
+        if self._is_idle and not waits:
+            decisions += self._plan(now=now)
         return decisions
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.state.in_flight is None and self.state.is_backend_up
 
     def _note(self, event: Event, *, now: float) -> list[Decision]:
         match event:
@@ -182,15 +193,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return whether something runs or waits for its turn (not: for a paused class, another model)."""
         return bool(self.state.holding) or self.state.total_waiting > 0
-
-    def is_queue_full(self, resident_id: ResidentId) -> bool:
-        """Return whether the resident, or everybody together, has as many requests waiting as may wait."""
-        state = self.state
-        resident = state.residents.get(resident_id)
-        if state.total_waiting + state.num_set_aside() >= state.policy.max_waiting:
-            return True
-        num_waiting = state.num_waiting.get(resident_id, 0) + state.num_set_aside(resident_id)
-        return resident is not None and num_waiting >= resident.max_waiting
 
     def most_tokens(
         self, class_id: WorkloadClass, *, shared: int = 0, elsewhere: Capacity | None = None
@@ -309,17 +311,30 @@ class Scheduler:
         refused_for_s = state.rolling.refused_for_s(request.resident_id, now=now)
         if refused_for_s is not None:
             return reject(RejectReason.ROLLING_EXHAUSTED, 0, refused_for_s)
-        num_waiting = state.num_waiting.get(request.resident_id, 0) + state.num_set_aside(request.resident_id)
+        num_waiting = self._num_waiting_of(request.resident_id)
         if num_waiting >= resident.max_waiting:
             return self._queue_is_full(
                 record, RejectReason.TOO_MANY_REQUESTS, resident.max_waiting, num_waiting, now=now
             )
-        num_waiting = state.total_waiting + state.num_set_aside()
+        num_waiting = self._num_waiting
         if num_waiting >= state.policy.max_waiting:
             return self._queue_is_full(
                 record, RejectReason.QUEUE_FULL, state.policy.max_waiting, num_waiting, now=now
             )
         return None
+
+    @property
+    def _num_waiting(self) -> int:
+        return self.state.total_waiting + self.state.num_set_aside()
+
+    def _num_waiting_of(self, resident_id: ResidentId) -> int:
+        return self.state.num_waiting.get(resident_id, 0) + self.state.num_set_aside(resident_id)
+
+    def _has_no_room_to_wait(self, resident_id: ResidentId) -> bool:
+        resident = self.state.residents.get(resident_id)
+        return self._num_waiting >= self.state.policy.max_waiting or (
+            resident is not None and self._num_waiting_of(resident_id) >= resident.max_waiting
+        )
 
     def _queue_is_full(
         self, record: Record, reason: RejectReason, limit: int, num_waiting: int, *, now: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_service.scheduling.events import Ticked
-from engine_service.scheduling.model import Resident, ResidentId, WorkloadClass
+from engine_service.scheduling.model import Policy, Resident, ResidentId, WorkloadClass
 from tests.scheduling.household import Household
 
 RESIDENTS = tuple(Resident(resident_id=ResidentId(name)) for name in ("alice", "bob"))
@@ -42,3 +42,17 @@ def test_a_busy_device_plans_as_ever() -> None:
     home.step()
     assert home.flying is not None
     assert late in [chunk.request_id for chunk in home.flying.prefills]
+
+
+def test_speech_waits_for_no_company_whatever_the_shell_says() -> None:
+    home = Household(residents=RESIDENTS)
+    home.ask("alice", WorkloadClass.VOICE, 20, 8, may_have_company=True)
+    assert home.flying is not None
+
+
+def test_who_waits_for_company_keeps_nobody_out_of_a_full_queue() -> None:
+    home = Household(policy=Policy(max_waiting=1), residents=RESIDENTS)
+    asked = [home.ask("alice", WorkloadClass.CHAT, 20, 8, may_have_company=True) for _ in range(2)]
+    assert not home.rejected
+    home.run_dry()
+    assert all(home.sequences[request_id].finished_at for request_id in asked)
