@@ -10,7 +10,8 @@ A small model writes a token in less time than it takes to tell of one: were eac
 loop would take from the device's own processors what it needs for that. Nobody reads 25 pieces of text in a
 second.
 
-Rule: parcels are taken in order, and text leaves only when the ledger has what it cost.
+Rule: parcels are taken in order, and text leaves only when the ledger has what it cost. Whoever tells a
+counter waits for the same (`kept`).
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Courier(Generic[Parcel]):
         self._wakeup = threading.Condition(threading.Lock())
         self._parcels: list[Parcel] = []
         self._has_served = False
+        self._awaited: list[asyncio.Future[None]] = []
         self._is_urgent = False
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="fairhearth-courier", daemon=True)
@@ -76,6 +78,15 @@ class Courier(Generic[Parcel]):
             self._is_urgent |= is_urgent or len(self._parcels) >= _MOST_GATHERED
             if was_empty or self._is_urgent:
                 self._wakeup.notify()
+
+    async def kept(self) -> None:
+        """Wait until all that was served before this call is in the ledger (event loop)."""
+        written = self._loop.create_future()
+        with self._wakeup:
+            self._awaited.append(written)
+            self._has_served = self._is_urgent = True
+            self._wakeup.notify()
+        await written
 
     def stop(self, within_s: float) -> bool:
         """Carry what was left and end; return False if that takes longer than within_s."""
@@ -96,25 +107,36 @@ class Courier(Generic[Parcel]):
                     self._wakeup.wait()
                 parcels, self._parcels = self._parcels, []
                 has_served, self._has_served = self._has_served, False
+                awaited, self._awaited = self._awaited, []
                 self._is_urgent = False
             if not (parcels or has_served):
                 return
-            self._carry(parcels, has_served=has_served)
+            self._carry(parcels, awaited, has_served=has_served)
             not_before = time.monotonic() + self._gather_s
 
     @property
     def _is_due(self) -> bool:
         return self._is_urgent or self._is_stopped
 
-    def _carry(self, parcels: list[Parcel], *, has_served: bool) -> None:
+    def _carry(
+        self, parcels: list[Parcel], awaited: Sequence[asyncio.Future[None]], *, has_served: bool
+    ) -> None:
         try:
             if has_served and self._ledger is not None and (snapshot := self._snapshot()) is not None:
                 self._ledger.write(snapshot)
         except Exception:
             _LOGGER.exception("What was served could not be kept")
-        if not parcels:
-            return
         try:
-            self._loop.call_soon_threadsafe(self._deliver, parcels)
+            if parcels:
+                self._loop.call_soon_threadsafe(self._deliver, parcels)
+            if awaited:
+                self._loop.call_soon_threadsafe(_tell, awaited)
         except RuntimeError:
             _LOGGER.debug("The event loop closed before the last results were delivered")
+
+
+def _tell(awaited: Sequence[asyncio.Future[None]]) -> None:
+    """Let those go on who are still there (event loop)."""
+    for written in awaited:
+        if not written.done():
+            written.set_result(None)

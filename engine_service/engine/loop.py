@@ -513,7 +513,6 @@ class Engine:
         self._names = {**_FIXED_NAMES, **(names if names is not None else self._names)}
         with self._wakeup:
             self._tell(ResidentsChanged(residents=tuple(residents)))
-            self._wakeup.notify()
         self._bump()
 
     async def set_policy(self, policy: Policy) -> None:
@@ -521,7 +520,6 @@ class Engine:
         with self._wakeup:
             self._tell(PolicyChanged(policy=policy))
             self._busy_since = self._clock()  # what was paused may go on, and has not hung until now
-            self._wakeup.notify()
         self._bump()
 
     async def submit(self, order: Order) -> Session:
@@ -553,14 +551,12 @@ class Engine:
             num_ahead = self._scheduler.state.total_waiting
             arrived = Arrived(request=request, may_have_company=self._company_s > 0)
             refused = next((d for d in self._tell(arrived) if isinstance(d, Reject)), None)
-            self._wakeup.notify()
             if refused is not None:
                 del self._live[request.request_id]
                 raise self._refusal(refused, request)
             if arrived.may_have_company and self._scheduler.state.in_flight is None:
                 self._begin_soon(now=now)
             self._see_models()
-            self._wakeup.notify()
         session.push(Accepted(request_id=request.request_id, num_ahead=num_ahead))
         self._bump()
         return session
@@ -580,7 +576,6 @@ class Engine:
         with self._wakeup:
             if self._scheduler.state.in_flight is None and not self._is_stopped:
                 self._tell(Ticked())
-                self._wakeup.notify()
 
     async def prepare_constraint(self, constraint: Constraint, model_id: ModelId = THE_MODEL) -> None:
         """Compile a grammar off the event loop (a large one takes a second); backends keep it.
@@ -770,7 +765,6 @@ class Engine:
             if live is not None and live.first_token_at is None:
                 self._note_given_up(live)
             self._see_models()
-            self._wakeup.notify()
 
     def _note_given_up(self, live: _Live) -> None:
         """Count who gave up because nothing came in time, but nobody who simply changed their mind."""
@@ -793,10 +787,15 @@ class Engine:
                 if is_shared or state.pages.num_pinned + need <= state.prefix_allowance():
                     break
                 del self._pinned[pinned.request_id]
-                self._orders.append(Cancel(request_id=pinned.request_id))
+                self._order(Cancel(request_id=pinned.request_id))
                 self._tell(PrefixDropped(request_id=pinned.request_id))
 
     # ---- telling the core (lock held)
+
+    def _order(self, order: Decision | _Exchange) -> None:
+        """Have the engine's thread do something. Whoever called may be any thread, so it is woken here."""
+        self._orders.append(order)
+        self._wakeup.notify()
 
     def _tell(self, event: Event) -> list[Decision]:
         now = self._clock()
@@ -807,7 +806,7 @@ class Engine:
             if isinstance(decision, AbortIteration):
                 self._abort_iteration()
             elif not isinstance(decision, Reject):
-                self._orders.append(decision)
+                self._order(decision)
             elif not isinstance(event, Arrived):
                 self._refuse_later(decision)
         return decisions
@@ -817,7 +816,7 @@ class Engine:
         live = self._live.pop(refused.request_id, None)
         if live is not None:
             # A preempted one still has its tokens on the backend.
-            self._orders.append(Cancel(request_id=refused.request_id))
+            self._order(Cancel(request_id=refused.request_id))
             self._hand_over(_Batch([(live.session, self._refusal(refused, live.request))]))
 
     def _abort_iteration(self) -> None:
@@ -1266,10 +1265,9 @@ class Engine:
                 case Leave():
                     self._tell(ServingStopped(puts_back_from=step.puts_back_from))
                 case Enter() | Exit() | Unload():
-                    self._orders.append(step)
+                    self._order(step)
                 case _:
                     assert_never(step)
-            self._wakeup.notify()
 
     @property
     def _several(self) -> Models:
@@ -1390,7 +1388,6 @@ class Engine:
                 state = self._scheduler.state
                 if state.in_flight is None and state.total_waiting:
                     self._tell(Ticked())
-                    self._wakeup.notify()
                     self._bump()  # whoever waits has waited longer
                 self._see_models()
                 if self._courier is not None and self._num_given_up() != self._kept_given_up:
@@ -1414,4 +1411,3 @@ class Engine:
         self._day, self._day_ends_at = day, ends_at
         with self._wakeup:
             self._tell(DayStarted(day=day, ends_at=ends_at))
-            self._wakeup.notify()

@@ -74,6 +74,47 @@ async def test_text_waits_for_the_ledger_and_computing_does_not(tmp_path: Path) 
         await engine.stop(drain_s=0)
 
 
+async def counted(engine: Engine) -> tuple[int, int]:
+    account = engine.snapshot().residents["alice"]
+    await engine.kept()
+    return account["tokens_served"], account["cancelled"]
+
+
+async def test_nobody_is_told_a_counter_that_a_kill_could_take_back(tmp_path: Path) -> None:
+    """Between deliveries the ledger is behind; whoever tells a counter waits until it is not."""
+    ledger = SlowDisk(tmp_path)
+    ledger.may_write.set()
+    engine = Engine(SimulatedBackend(), residents=RESIDENTS, ledger=ledger, gather_s=3600)
+    await engine.start()
+    try:
+        session = await engine.submit(order(engine, "alice", "chat", "Say something.", 400))
+        for _ in range(3):
+            before = engine.snapshot().engine["iterations"]
+            await eventually(lambda: engine.snapshot().engine["iterations"] > before + 3)  # noqa: B023
+            told, _ = await counted(engine)
+            kept = ledger.written[-1]["accounts"]["alice"]
+            assert kept["prefill_tokens"] + kept["decode_tokens"] >= told > 0
+        session.cancel()
+        await eventually(lambda: engine.snapshot().residents["alice"]["cancelled"])
+        assert (await counted(engine))[1] == ledger.written[-1]["accounts"]["alice"]["cancelled"] == 1
+    finally:
+        await engine.stop(drain_s=0)
+
+
+async def test_a_disk_that_hangs_delays_a_look_by_no_more_than_a_second(tmp_path: Path) -> None:
+    ledger = SlowDisk(tmp_path)
+    engine = Engine(SimulatedBackend(), residents=RESIDENTS, ledger=ledger)
+    await engine.start()
+    try:
+        began = time.monotonic()
+        await counted(engine)
+        assert 0.9 < time.monotonic() - began < 8
+        assert not ledger.written
+    finally:
+        ledger.may_write.set()
+        await engine.stop(drain_s=0)
+
+
 class Household:
     """Takes deliveries, and says what was served so far."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -215,6 +216,22 @@ async def test_a_model_that_cannot_be_loaded_is_told_to_who_waits_and_the_first_
         b.trouble = None
         await asyncio.sleep(1.1)
         assert await answer(engine, "b"), "it is tried again"
+
+
+async def test_whoever_waits_for_company_is_begun_when_another_model_fails_before_that() -> None:
+    """The loader's thread tells of its failure, and what is planned then is carried out, too."""
+    a, b = Source("a"), Source("b")
+    async with home(a, b, max_loaded=2) as engine:
+        b.trouble = ModelError("the file is cut short")
+        b.may_open.clear()
+        waiting = await ask(engine, "b")
+        chat = await ask(engine, "a")
+        time.sleep(0.05)  # noqa: ASYNC251 - the engine's thread has seen that there is nothing to do yet
+        b.may_open.set()
+        time.sleep(0.05)  # noqa: ASYNC251 - the event loop, whose timer would begin the chat, stands still
+        with pytest.raises(ModelUnavailable, match="cut short"):
+            await read(waiting)
+        assert await asyncio.wait_for(read(chat), 10)
 
 
 async def test_the_first_comes_back_where_the_other_took_its_memory_and_could_not_be_loaded() -> None:

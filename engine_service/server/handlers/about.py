@@ -69,5 +69,7 @@ async def model(request: web.Request) -> web.StreamResponse:
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     """GET /metrics: Prometheus."""
-    body = request.app[SERVICE].meters.exposition()
+    service = request.app[SERVICE]
+    body = service.meters.exposition()
+    await service.engine.kept()
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

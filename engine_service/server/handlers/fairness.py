@@ -15,21 +15,23 @@ from engine_service.server.streaming import EventStream, ReaderGone
 MIN_INTERVAL_S: Final = 1.0
 
 
-def snapshot(service: Service) -> dict[str, Any]:
-    """Return the message of docs/wire.md as of now."""
+async def _look(service: Service) -> dict[str, Any]:
+    """Return the message of docs/wire.md as of now, whose counters no restart takes back."""
     info = service.engine.info
-    return {
+    message = {
         **service.identity(),
         "backend": info.backend,
         "policy": service.engine.policy_name,
         "at": round(time.time(), 3),
         **service.engine.snapshot().as_dict(),
     }
+    await service.engine.kept()
+    return message
 
 
 async def once(request: web.Request) -> web.StreamResponse:
     """GET /v1/fairness."""
-    return respond(snapshot(request.app[SERVICE]))
+    return respond(await _look(request.app[SERVICE]))
 
 
 async def stream(request: web.Request) -> web.StreamResponse:
@@ -47,7 +49,7 @@ async def _send_changes(service: Service, events: EventStream) -> None:
     version = -1
     while not service.stopping.is_set():
         version = await unless_stopping(service, service.engine.changed(after=version)) or version
-        await events.send(snapshot(service), event="fairness")
+        await events.send(await _look(service), event="fairness")
         await _pause(service, MIN_INTERVAL_S)
 
 
