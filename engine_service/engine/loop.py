@@ -129,6 +129,7 @@ _ABORT_EVERY_S = 0.02
 _READY_WITHIN_S = 60.0
 _TICK_S = 1.0
 _JOIN_S = 10.0
+_KEPT_WITHIN_S = 1.0
 COMPANY_S: Final = 0.002
 """How long whoever finds an idle engine waits for those who come at the same moment, in seconds.
 
@@ -484,6 +485,15 @@ class Engine:
             return self._observer.snapshot(
                 self._scheduler, self._names, version=self._version, now=self._clock()
             )
+
+    async def kept(self) -> None:
+        """Wait until all that was served so far is on disk: who tells of it never has to take it back.
+
+        A disk that hangs is waited for a second: what goes on is to be seen all the same.
+        """
+        if self._courier is not None and self._ledger is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._courier.kept(), _KEPT_WITHIN_S)
 
     def memory(self) -> dict[str, Any]:
         """Return how many conversations fit, who holds how many pages and what could be had back."""
