@@ -9,6 +9,7 @@ value.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -75,17 +76,20 @@ class Ledger:
         """Keep a snapshot. A disk that does not take it is logged once; serving goes on."""
         if not self._files:
             return
-        self._number += 1
+        number = self._number + 1
         message = {"at": self._wall_clock(), "snapshot": snapshot}
         body = json.dumps(message, separators=(",", ":")).encode()
-        content = b"%15d %15d %15d\n" % (self._number, len(body), zlib.crc32(body)) + body
+        content = b"%15d %15d %15d\n" % (number, len(body), zlib.crc32(body)) + body
         try:
-            os.pwrite(self._files[self._number % 2], content, 0)
+            if os.pwrite(self._files[number % 2], content, 0) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._is_failing:
                 _LOGGER.error("What is served cannot be kept: %s", error.strerror)
             self._is_failing = True
         else:
+            # Only now: what could not be written is written to the same file again, the other stays whole.
+            self._number = number
             self._is_failing = False
 
     def close(self) -> None:

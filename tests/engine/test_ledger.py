@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,27 @@ def test_a_folder_that_takes_nothing_is_said_once(tmp_path: Path, caplog: pytest
     ledger.write(2)
     ledger.close()
     assert caplog.text.count("cannot be kept") == 1
+
+
+def test_a_disk_that_takes_a_part_of_a_write_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a full one does: the call returns, and says how little it took."""
+    ledger = Ledger(tmp_path, wall_clock=lambda: 100.0)
+    ledger.load()
+    ledger.write({"n": 1})
+    ledger.write({"n": 2})
+    whole = os.pwrite
+
+    def part(file: int, content: bytes, offset: int) -> int:
+        return whole(file, content[:60], offset)
+
+    monkeypatch.setattr("engine_service.engine.ledger.os.pwrite", part)
+    for number in range(3, 8):
+        ledger.write({"n": number, "more": "x" * 100})
+    assert caplog.text.count("What is served cannot be kept: No space left on device") == 1
+    assert kept(tmp_path) == ({"n": 2}, 30.0)
+    monkeypatch.undo()
+    ledger.write({"n": 8})
+    ledger.close()
+    assert kept(tmp_path) == ({"n": 8}, 30.0)
