@@ -33,6 +33,7 @@ from engine_service.backends.base import (
     BackendError,
     ChunkOrder,
     Constraint,
+    FinishReason,
     GenerationOrder,
     InvalidConstraint,
     Language,
@@ -129,7 +130,7 @@ _ABORT_EVERY_S = 0.02
 _READY_WITHIN_S = 60.0
 _TICK_S = 1.0
 _JOIN_S = 10.0
-_KEPT_WITHIN_S = 1.0
+_KEPT_WITHIN_S = 5.0
 COMPANY_S: Final = 0.002
 """How long whoever finds an idle engine waits for those who come at the same moment, in seconds.
 
@@ -179,6 +180,12 @@ class _Pinned:
     model_id: ModelId
     prompt_ids: tuple[int, ...]
     used_at: float
+
+    @classmethod
+    def of(cls, live: _Live, *, now: float) -> _Pinned:
+        """Return the prefix that a request ends with."""
+        request = live.request
+        return cls(request.request_id, request.model_id, live.order.prompt_ids, used_at=now)
 
 
 @dataclass(slots=True)
@@ -241,7 +248,6 @@ class Engine:
         self._day, self._day_ends_at = "", 0.0
         self._event_log = EventLog(event_log) if event_log else None
         self._ledger = ledger
-        self._kept_given_up = 0
         self._observer = Observer(window_s, clock())
         self.policy_name = policy_name
         self._names: dict[ResidentId, str] = {**_FIXED_NAMES, **(names or {})}
@@ -270,6 +276,7 @@ class Engine:
         self._is_stopping = False
         self._is_stopped = False
         self._failure: str | None = None
+        self._is_disk_late = False
         self._has_failed = asyncio.Event()
         self._is_stepping = False
         self._abort_before_step = False
@@ -318,13 +325,7 @@ class Engine:
     def _to_be_kept(self) -> dict[str, Any]:
         """Return what was served until now (any thread)."""
         with self._wakeup:
-            self._kept_given_up = self._num_given_up()
             return self._scheduler.snapshot(now=self._clock())
-
-    def _num_given_up(self) -> int:
-        """Return how many requests ended without an iteration (lock held)."""
-        accounts = self._scheduler.state.class_accounts.values()
-        return sum(account.cancelled + account.rejected for account in accounts)
 
     def refuse_new_work(self) -> None:
         """Begin the end: what was taken goes on, nothing new is taken."""
@@ -489,11 +490,18 @@ class Engine:
     async def kept(self) -> None:
         """Wait until all that was served so far is on disk: who tells of it never has to take it back.
 
-        A disk that hangs is waited for a second: what goes on is to be seen all the same.
+        A disk that hangs is waited for some seconds: what goes on is to be seen all the same.
         """
-        if self._courier is not None and self._ledger is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._courier.kept(), _KEPT_WITHIN_S)
+        if self._courier is None or self._ledger is None:
+            return
+        try:
+            await asyncio.wait_for(self._courier.kept(), _KEPT_WITHIN_S)
+        except TimeoutError:
+            if not self._is_disk_late:
+                _LOGGER.warning("The disk takes very long to keep what is served; counters are shown before")
+            self._is_disk_late = True
+        else:
+            self._is_disk_late = False
 
     def memory(self) -> dict[str, Any]:
         """Return how many conversations fit, who holds how many pages and what could be had back."""
@@ -536,10 +544,7 @@ class Engine:
         """Take an order; its session starts with Accepted. Raises EngineError where it is refused."""
         if order.constraint is not None:
             await self.prepare_constraint(order.constraint, order.model_id)
-        if self._is_stopping:
-            raise EngineStopping("the engine is shutting down", retry_after_s=10)
-        if self._failure is not None:
-            raise EngineStopping(f"the engine stopped serving: {self._failure}", retry_after_s=30)
+        self._check_serving()
         generation, request = self._prepare(order)
         session = Session(request.request_id, cancel=self._cancel)
         now = self._clock()
@@ -551,6 +556,7 @@ class Engine:
             arrived_at=now,
         )
         with self._wakeup:
+            self._check_serving()  # once more: who is taken after the last was told of the end waits for ever
             if self._models is not None:
                 self._models.check(request.model_id, now=now)
             if self._is_rebuilding and request.shared_prefix_tokens:
@@ -563,6 +569,7 @@ class Engine:
             refused = next((d for d in self._tell(arrived) if isinstance(d, Reject)), None)
             if refused is not None:
                 del self._live[request.request_id]
+                self._hand_over(_Batch(is_urgent=False))
                 raise self._refusal(refused, request)
             if arrived.may_have_company and self._scheduler.state.in_flight is None:
                 self._begin_soon(now=now)
@@ -570,6 +577,13 @@ class Engine:
         session.push(Accepted(request_id=request.request_id, num_ahead=num_ahead))
         self._bump()
         return session
+
+    def _check_serving(self) -> None:
+        """Raise EngineStopping where nobody is taken any more."""
+        if self._is_stopping:
+            raise EngineStopping("the engine is shutting down", retry_after_s=10)
+        if self._failure is not None:
+            raise EngineStopping(f"the engine stopped serving: {self._failure}", retry_after_s=30)
 
     def _begin_soon(self, *, now: float) -> None:
         """Plan a moment after the last arrival (lock held)."""
@@ -611,10 +625,11 @@ class Engine:
         if self._models is not None and self._models.backend(model_id) is None:
             return 0, 0
         # Not asked of the backend: one that shares whole pages does not count the last, partly filled one.
-        pins = [pin for pin in self._pinned.values() if pin.model_id == model_id]
-        known = [p for p in pins if p.prompt_ids[: len(prompt_ids)] == prompt_ids]
-        for pinned in known:
-            pinned.used_at = self._clock()
+        with self._wakeup:
+            pins = [pin for pin in self._pinned.values() if pin.model_id == model_id]
+            known = [p for p in pins if p.prompt_ids[: len(prompt_ids)] == prompt_ids]
+            for pinned in known:
+                pinned.used_at = self._clock()
         if known:
             return len(prompt_ids), 0
         self._make_room_for_prefix(len(prompt_ids), model_id)
@@ -628,18 +643,13 @@ class Engine:
                 model_id=model_id,
             )
         )
-        async for event in session.events():
-            if isinstance(event, Finished):
-                self._note_pinned(_Pinned(session.request_id, model_id, prompt_ids, used_at=self._clock()))
-                return len(prompt_ids), event.timings.prefill_tokens
+        try:
+            async for event in session.events():
+                if isinstance(event, Finished):
+                    return len(prompt_ids), event.timings.prefill_tokens
+        finally:
+            session.cancel()  # whoever asked may have gone; what has ended is not touched
         raise GenerationFailed("the prompt's beginning could not be computed")
-
-    def _note_pinned(self, pin: _Pinned) -> None:
-        """Remember a prefix, unless its model was unloaded since."""
-        with self._wakeup:
-            is_here = pin.request_id in dict(self._scheduler.state.pages.pinned)
-            if is_here or (self._models is not None and self._models.keeps(pin.model_id, pin.request_id)):
-                self._pinned[pin.request_id] = pin
 
     # ---- submitting
 
@@ -775,6 +785,7 @@ class Engine:
             if live is not None and live.first_token_at is None:
                 self._note_given_up(live)
             self._see_models()
+        self._hand_over(_Batch(is_urgent=False))
 
     def _note_given_up(self, live: _Live) -> None:
         """Count who gave up because nothing came in time, but nobody who simply changed their mind."""
@@ -971,7 +982,8 @@ class Engine:
             if not live.request.paid_by_system:
                 for timers in live.timers:
                     timers.queue.add(now - live.arrived_at, now=now)
-                self._observer.waited(live.request.resident_id, now - live.arrived_at, now=now)
+                with self._wakeup:
+                    self._observer.waited(live.request.resident_id, now - live.arrived_at, now=now)
 
     def _iterate(self, composed: Compose, failed: dict[RequestId, Exception]) -> None:
         with self._wakeup:
@@ -1056,8 +1068,11 @@ class Engine:
         now = self._clock()
         batch = _Batch(is_urgent=False)
         results = []
+        prefixes: dict[RequestId, _Pinned | None] = {}
         for one in (*outcome.outcomes, *faults):
             live = self._live.get(one.request_id)
+            if one.finish_reason is FinishReason.PREFIX:
+                prefixes[one.request_id] = None if live is None else _Pinned.of(live, now=now)
             if live is None:
                 # Cancelled during the iteration: what was computed is charged all the same.
                 results.append(
@@ -1072,15 +1087,31 @@ class Engine:
                 continue
             results.append(self._observe_one(live, one, batch, now=now))
         with self._wakeup:
+            self._abort_before_step = False  # it was meant for what has just ended
             self._tell(
                 IterationDone(results=tuple(results), seconds=outcome.seconds, aborted=outcome.aborted)
             )
+            not_kept = self._note_pinned(prefixes)
             self._observer.iteration_done(self._scheduler, seconds=outcome.seconds, now=now)
             self._last_iteration_at = now
             self._see_models()
+        for request_id in not_kept:
+            self._backend.drop_prefix(request_id)
         # A slow reader is cut by its own session; this bounds what lies between thread and event loop.
         batch.is_paced = self._undelivered.acquire(timeout=_TICK_S)
-        self._hand_over(batch, has_served=True)
+        self._hand_over(batch)
+
+    def _note_pinned(self, prefixes: Mapping[RequestId, _Pinned | None]) -> list[RequestId]:
+        """Remember what the core keeps; return what the backend has pinned for nobody (lock held).
+
+        Here and not where it was ordered: whoever ordered it may be gone, and what nobody knows of could
+        never be dropped. One that was given up while it was computed has no pages.
+        """
+        if not prefixes:
+            return []
+        kept = dict(self._scheduler.state.pages.pinned)
+        self._pinned |= {r: pin for r, pin in prefixes.items() if pin is not None and r in kept}
+        return [request_id for request_id in prefixes if request_id not in kept]
 
     def _observe_one(self, live: _Live, one: SequenceOutcome, batch: _Batch, *, now: float) -> SequenceResult:
         cached, live.cached_tokens = live.cached_tokens, None
@@ -1251,10 +1282,10 @@ class Engine:
         except Exception:
             _LOGGER.exception("The lost backend could not be closed; its memory may still be taken")
 
-    def _leave_hanging(self) -> None:
-        """Leave the thread that hangs inside of the backend to itself and go on with another (event loop)."""
+    def _leave_hanging(self, turn: int) -> None:
+        """Leave the thread that hangs in this turn to itself and go on with another (event loop)."""
         with self._wakeup:
-            if not self._is_in_backend or self._is_stopped or self._thread is None:
+            if not self._is_in_backend or self._turn != turn or self._is_stopped or self._thread is None:
                 return  # it came back at the last moment
             self._hanging[self._thread] = self._backend
             self._is_stepping = False
@@ -1370,9 +1401,10 @@ class Engine:
 
     # ---- back in the event loop
 
-    def _hand_over(self, batch: _Batch, *, has_served: bool = False) -> None:
+    def _hand_over(self, batch: _Batch) -> None:
+        """Have everybody told what changed, once it is kept (any thread)."""
         if self._courier is not None:
-            self._courier.leave(batch, has_served=has_served, is_urgent=batch.is_urgent)
+            self._courier.leave(batch, has_served=True, is_urgent=batch.is_urgent)
 
     def _deliver(self, batches: Sequence[_Batch]) -> None:
         for batch in batches:
@@ -1392,16 +1424,20 @@ class Engine:
         """Let windows roll and the due tier fill; see whether the backend hangs and what day it is."""
         while True:
             await asyncio.sleep(self._tick_s)
-            self._watch()
-            self._see_day()
-            with self._wakeup:
-                state = self._scheduler.state
-                if state.in_flight is None and state.total_waiting:
-                    self._tell(Ticked())
-                    self._bump()  # whoever waits has waited longer
-                self._see_models()
-                if self._courier is not None and self._num_given_up() != self._kept_given_up:
-                    self._courier.leave(has_served=True)  # no iteration has come since
+            try:
+                self._tick()
+            except Exception:  # else nobody would look after the engine any more, and nobody would know
+                _LOGGER.exception("Looking after the engine failed; it is tried again")
+
+    def _tick(self) -> None:
+        self._watch()
+        self._see_day()
+        with self._wakeup:
+            state = self._scheduler.state
+            if state.in_flight is None and state.total_waiting:
+                self._tell(Ticked())
+                self._bump()  # whoever waits has waited longer
+            self._see_models()
 
     def _watch(self) -> None:
         turn = self._turn if self._is_in_backend else None
@@ -1409,8 +1445,8 @@ class Engine:
             case Alarm.ABORT:
                 _LOGGER.warning("An iteration takes very long; the backend is told to stop it")
                 self._backend.abort()
-            case Alarm.GIVE_UP:
-                self._leave_hanging()
+            case Alarm.GIVE_UP if turn is not None:
+                self._leave_hanging(turn)
 
     def _see_day(self) -> None:
         """Tell the core when a local day begins, or when the wall clock was set."""
@@ -1421,3 +1457,4 @@ class Engine:
         self._day, self._day_ends_at = day, ends_at
         with self._wakeup:
             self._tell(DayStarted(day=day, ends_at=ends_at))
+        self._bump()  # what is left today has changed

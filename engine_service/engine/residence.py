@@ -283,10 +283,6 @@ class Models:
         pins, entry.pins = entry.pins, ()
         return pins
 
-    def keeps(self, model_id: ModelId, request_id: RequestId) -> bool:
-        """Return whether the memory of a model that does not serve keeps the request's prefix."""
-        return any(request_id == pinned for pinned, _ in self._entries[model_id].pins)
-
     def take_handed(self, model_id: ModelId) -> Mapping[RequestId, Any]:
         """Return the put-back answers that the model's next backend is to go on with."""
         entry = self._entries[model_id]
