@@ -873,20 +873,21 @@ class Engine:
             _LOGGER.warning("The backend that hung has come back; it is closed")
             self._close(self._hanging.pop(threading.current_thread()))
 
-    def _next_orders(self) -> list[Decision | _Exchange]:
+    def _next_orders(self) -> deque[Decision | _Exchange]:
         """Wait for orders; return none when the engine stops."""
         with self._wakeup:
             self._check_current()
             self._is_in_backend = False
             while not self._orders and not self._is_stopped:
                 self._wakeup.wait()
-            orders = [] if self._is_stopped else list(self._orders)
-            self._orders.clear()
+            orders, self._orders = self._orders, deque()
+            if self._is_stopped:
+                orders.clear()
             self._turn += 1
             self._is_in_backend = bool(orders)
             return orders
 
-    def _take_turn(self, orders: Sequence[Decision | _Exchange]) -> None:
+    def _take_turn(self, orders: deque[Decision | _Exchange]) -> None:
         try:
             self._carry_out_all(orders)
         except _Superseded:
@@ -897,6 +898,8 @@ class Engine:
             if not isinstance(err, BackendError):
                 _LOGGER.exception("The engine thread failed")
                 err = BackendError(f"{type(err).__name__}: {err}")
+            with self._wakeup:
+                self._orders.extendleft(reversed(orders))  # some concern what the lost backend had no part in
             self._backend_lost(err)
 
     def _check_current(self) -> None:
@@ -904,9 +907,11 @@ class Engine:
         if threading.current_thread() is not self._thread:
             raise _Superseded
 
-    def _carry_out_all(self, orders: Sequence[Decision | _Exchange]) -> None:
+    def _carry_out_all(self, orders: deque[Decision | _Exchange]) -> None:
+        """Carry out and remove the orders, first to last; one that fails leaves those after it."""
         failed: dict[RequestId, Exception] = {}
-        for order in orders:
+        while orders:
+            order = orders.popleft()
             self._check_current()
             match order:
                 case Compose():

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from engine_service.backends.base import BackendError, ChunkOrder, StepOutcome
-from engine_service.backends.simulated import SimulatedBackend
+from engine_service.backends.simulated import SimulatedBackend, SimulatedSource
 from engine_service.engine import loop as loop_module
 from engine_service.engine.loop import Engine
+from engine_service.engine.residence import Models
 from engine_service.engine.sessions import Order
 from engine_service.errors import EngineStopping, UnknownResident
+from engine_service.scheduling.decisions import Admit, Cancel
 from engine_service.scheduling.invariants import check
-from engine_service.scheduling.model import HOUSE, Policy, WorkloadClass
+from engine_service.scheduling.model import HOUSE, ModelId, Policy, RequestId, WorkloadClass
 from tests.engine.conftest import RESIDENTS, order, read, until
 
 
@@ -46,6 +48,13 @@ async def started(backend: SimulatedBackend, **options: Any) -> AsyncIterator[En
         check(engine._scheduler)
     finally:
         await engine.stop(drain_s=0)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
 
 
 def prefix(engine: Engine, text: str, times: int) -> tuple[int, ...]:
@@ -216,8 +225,33 @@ async def test_looking_after_the_engine_goes_on_after_a_fault(
                 raise RuntimeError("no such zone")
 
         monkeypatch.setattr(engine, "_see_day", see_day)
-        deadline = time.monotonic() + 10
-        while len(looks) < 3:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.005)
+        await eventually(lambda: len(looks) >= 3)
     assert "no such zone" in caplog.text
+
+
+async def test_what_was_given_up_of_another_model_is_forgotten_although_this_one_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order to forget it came behind the one that met the lost device."""
+    a, b = ModelId("a"), ModelId("b")
+    models = Models({m: SimulatedSource(m) for m in (a, b)})
+    engine = Engine(models.open_first(), residents=RESIDENTS, models=models)
+    await engine.start()
+    try:
+        put_back = RequestId("put-back")
+        models._entries[b].handed = {put_back: object()}
+        carry_out, orders = engine._carry_out, []
+
+        def lost_once(asked: Any) -> None:
+            orders.append(asked)
+            if len(orders) == 1:
+                raise BackendError("the device fell off the bus")
+            carry_out(asked)
+
+        monkeypatch.setattr(engine, "_carry_out", lost_once)
+        with engine._wakeup:
+            engine._order(Admit(request_id=RequestId("unknown"), reserved_tokens=1))
+            engine._order(Cancel(request_id=put_back))
+        await eventually(lambda: not models._entries[b].handed)
+    finally:
+        await engine.stop(drain_s=0)
