@@ -48,7 +48,8 @@ async def _send_changes(service: Service, events: EventStream) -> None:
     """Send snapshots until the service stops."""
     version = -1
     while not service.stopping.is_set():
-        version = await unless_stopping(service, service.engine.changed(after=version)) or version
+        changed = await unless_stopping(service, service.engine.changed(after=version))
+        version = version if changed is None else changed  # 0: nothing has happened since the start
         await events.send(await _look(service), event="fairness")
         await _pause(service, MIN_INTERVAL_S)
 
