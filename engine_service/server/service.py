@@ -23,6 +23,7 @@ from engine_service.jobs.teller import Tell
 from engine_service.protocol import SCHEMA_VERSION, parse_json
 from engine_service.scheduling.model import ResidentId
 from engine_service.server.auth import Guard
+from engine_service.server.changes import Changes
 from engine_service.server.meters import Meters
 from engine_service.server.models import ModelDesk
 from engine_service.server.policies import PolicyBook
@@ -58,6 +59,7 @@ class Service:
     name: str
     created: int  #: seconds since 1970, when this process began to serve
     rehearsals: Rehearsals = field(default_factory=Rehearsals)
+    changes: Changes = field(default_factory=Changes)  #: what must not be left half done
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  #: ends streams that would never end
 
     def identity(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ async def submit(request: web.Request) -> web.StreamResponse:
         webhook=message.webhook,
     )
     await _check(service, message, job)
-    kept, is_new = await service.jobs.runner.submit(job)
+    kept, is_new = await service.changes.carry_out(service.jobs.runner.submit(job))
     return respond(_whole(service, kept), status=202 if is_new else 200)
 
 
@@ -123,7 +123,7 @@ async def get(request: web.Request) -> web.StreamResponse:
 async def cancel(request: web.Request) -> web.StreamResponse:
     """DELETE /v1/jobs/{id}: an ended job stays as it is."""
     service, job = request.app[SERVICE], await _found(request)
-    await service.jobs.runner.cancel(job.job_id)
+    await service.changes.carry_out(service.jobs.runner.cancel(job.job_id))
     return respond(_whole(service, await _found(request)))
 
 
