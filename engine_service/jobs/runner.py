@@ -171,10 +171,12 @@ class JobRunner:
         """Keep a job and run it; return it and whether it is new. Raises QueueFull, IdempotencyConflict."""
         if len(await self._store.open_jobs()) >= MAX_OPEN:
             raise QueueFull(f"{MAX_OPEN} jobs are open already", retry_after_s=60)
-        kept, is_new = await self._store.submit(job)
+        try:
+            kept, is_new = await self._store.submit(job)
+        finally:
+            self._wake.set()  # it may be on disk though nobody is left to hear that it is
         if is_new:
             self._tell(kept)
-            self._wake.set()
         return kept, is_new
 
     async def get(self, job_id: str) -> Job | None:
@@ -213,8 +215,8 @@ class JobRunner:
         One that waits for its turn is expected to be written as fast as those that are, or as the last one.
         """
         entry, most, now = self._running.get(job.job_id), job.max_tokens, self._clock()
-        if entry is None or most is None:
-            return None
+        if entry is None or most is None or job.state.is_final:
+            return None  # one that has ended may still be in hand for a moment
         if entry.first_output_at is None:
             wait_s = None if entry.run is None else entry.run.wait_s()
             pace_s = None if wait_s is None else self._usual_pace_s(now)

@@ -6,8 +6,11 @@ import asyncio
 import json
 import sqlite3
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,6 +158,50 @@ async def test_a_file_that_fails_at_the_start_is_closed_again(
     with pytest.raises(ValueError, match=r"[Cc]losed|no active connection"):
         await opened[0].open_jobs()
     await desk.close()
+
+
+class SlowDisk(JobStore):
+    """A store whose disk can be held up."""
+
+    async def submit(self, job: Job) -> tuple[Job, bool]:
+        """Keep the job as soon as the test lets the disk go on."""
+        self.may_go_on = self.hold_up()
+        return await super().submit(job)
+
+    def hold_up(self) -> threading.Event:
+        """Let everything asked from now on wait until the returned event is set."""
+        may_go_on = threading.Event()
+        database: Any = self._db
+        database._tx.put_nowait((None, lambda: may_go_on.wait(60)))
+        return may_go_on
+
+
+async def test_a_job_is_begun_though_who_kept_it_went_before_the_disk_had_it(tmp_path: Path) -> None:
+    store = await SlowDisk.open(tmp_path / "jobs.sqlite3")
+    runner = JobRunner(store, Pen())
+    await runner.start()
+    await asyncio.sleep(0.1)  # it has looked, and looks again in a minute
+    asking = asyncio.create_task(runner.submit(a_job()))
+    while not hasattr(store, "may_go_on"):
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.wait({asking})
+    store.may_go_on.set()
+    async with asyncio.timeout(30):
+        while (job := await runner.get("job-1")) is None or job.state is not JobState.RUNNING:
+            await asyncio.sleep(0.01)
+    await runner.stop()
+
+
+async def test_a_job_that_has_ended_takes_no_longer_though_its_run_is_still_in_hand(tmp_path: Path) -> None:
+    runner = await begun(tmp_path / "jobs.sqlite3", pen := Pen())
+    await runner.submit(a_job())
+    await writes(runner, pen, (1, 2, 3))
+    job = await runner.get("job-1")
+    assert job is not None
+    assert runner.eta_s(job) is not None
+    assert runner.eta_s(replace(job, state=JobState.CANCELLED)) is None
+    await runner.stop()
 
 
 # --- what a job has written ---
