@@ -193,6 +193,31 @@ async def test_a_job_is_begun_though_who_kept_it_went_before_the_disk_had_it(tmp
     await runner.stop()
 
 
+async def test_a_disk_that_hangs_does_not_hang_the_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, pen = tmp_path / "jobs.sqlite3", Pen()
+    runner = JobRunner(store := await SlowDisk.open(path), pen)
+    await runner.start()
+    asking = asyncio.create_task(runner.submit(a_job()))
+    while not hasattr(store, "may_go_on"):
+        await asyncio.sleep(0.01)
+    store.may_go_on.set()
+    await asking
+    await writes(runner, pen, (3,))
+    may_go_on = store.hold_up()
+    async with asyncio.timeout(30):
+        await runner.stop(within_s=0.1)
+    assert "The disk does not answer" in caplog.text
+    may_go_on.set()
+    store = await SlowDisk.open(path)
+    await store.put_all_back()
+    kept = await store.get("job-1")
+    await store.close()
+    assert kept is not None
+    assert (kept.state, kept.output) == (JobState.SUBMITTED, output(3))
+
+
 async def test_a_job_that_has_ended_takes_no_longer_though_its_run_is_still_in_hand(tmp_path: Path) -> None:
     runner = await begun(tmp_path / "jobs.sqlite3", pen := Pen())
     await runner.submit(a_job())
