@@ -312,10 +312,12 @@ class JobRunner:
         entry = self._running[job.job_id]
         entry.run = run
         try:
+            if job.model not in (None, run.model):
+                # Before the disk knows the new model: a stop in between must not put the old one's text back
+                # under its name.
+                entry.job, entry.output = replace(job, output=Output()), Output()
             if not await self._store.begin(job.job_id, now=self._clock(), model=run.model):
                 raise asyncio.CancelledError  # it ended while it was ordered
-            if job.model not in (None, run.model):
-                entry.job, entry.output = replace(job, output=Output()), Output()
             await self._tell_from_store(job.job_id)
             kept_at: float | None = None
             async for output in run.outputs():

@@ -318,3 +318,34 @@ async def test_what_another_model_wrote_is_given_up_when_the_job_begins_on_it(tm
     assert job is not None
     assert job.model == "second"
     await runner.stop()
+
+
+class Overtaken(SlowDisk):
+    """A store whose disk is slow to note that a job is begun, until the job is put back."""
+
+    async def begin(self, job_id: str, *, now: float, model: str) -> bool:
+        self.may_begin = self.hold_up()
+        return await super().begin(job_id, now=now, model=model)
+
+    async def put_back(self, job_id: str, output: Output) -> bool:
+        self.may_begin.set()
+        return await super().put_back(job_id, output)
+
+
+async def test_an_engine_that_stops_while_a_job_begins_on_another_model_mixes_no_texts(
+    tmp_path: Path,
+) -> None:
+    path, pen = tmp_path / "jobs.sqlite3", Pen()
+    runner = await begun(path, pen)
+    await runner.submit(a_job())
+    await writes(runner, pen, (5,))
+    await runner.stop()
+    runner = JobRunner(store := await Overtaken.open(path), Pen("second"))
+    await runner.start()
+    while not hasattr(store, "may_begin"):
+        await asyncio.sleep(0.01)
+    await runner.stop()
+    kept = await (store := await JobStore.open(path)).get("job-1")
+    await store.close()
+    assert kept is not None
+    assert (kept.model, kept.output) == ("second", Output())
