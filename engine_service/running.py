@@ -87,7 +87,10 @@ async def _reload_when_told(
         await signals.hung_up.wait()
         signals.hung_up.clear()
         notifier.reloading()
-        settings = await reload(service, settings, load_again)
+        try:
+            settings = await reload(service, settings, load_again)
+        except Exception:  # the next hangup must find somebody who hears it
+            _LOGGER.exception("The settings could not be taken over as a whole; send SIGHUP to try again")
         notifier.ready(_status(service))
 
 

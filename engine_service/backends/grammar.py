@@ -13,6 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -42,39 +43,65 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._build_tokenizer = build_tokenizer
         self._in_use = in_use
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the table; nothing is compiled under it
+        self._compiled: OrderedDict[Constraint, Future[Any]] = OrderedDict()
         self._tokenizer: Any = None
-        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._tokenizer_lock = threading.Lock()
 
     def compile(self, constraint: Constraint) -> GrammarMatcher:
         """Return a matcher at the beginning of an output; raise InvalidConstraint that says where and why.
 
+        Who asks for one that is being compiled waits for it, and nobody for another's: a large schema takes
+        a while, and the engine's thread asks for grammars while everybody waits for it.
+
         llguidance reads the model's vocabulary while it compiles: BackendError once the model is closed.
         """
-        with self._lock, self._in_use():
-            prototype = self._compiled.get(constraint)
-            if prototype is None:
-                prototype = self._compile(constraint)
-                self._compiled[constraint] = prototype
-                if len(self._compiled) > _NUM_KEPT:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(constraint)
-            return GrammarMatcher(prototype.deep_copy(), self._vocab_size)
+        with self._in_use():
+            compiled, is_new = self._entry(constraint)
+            if is_new:
+                self._fill(compiled, constraint)
+            return GrammarMatcher(compiled.result().deep_copy(), self._vocab_size)
+
+    def _entry(self, constraint: Constraint) -> tuple[Future[Any], bool]:
+        """Return what holds the constraint's grammar or will, and whether the caller is to compile it."""
+        with self._lock:
+            compiled = self._compiled.get(constraint)
+            if compiled is not None:
+                self._compiled.move_to_end(constraint)
+                return compiled, False
+            compiled = self._compiled[constraint] = Future()
+            if len(self._compiled) > _NUM_KEPT:
+                self._compiled.popitem(last=False)
+            return compiled, True
+
+    def _fill(self, compiled: Future[Any], constraint: Constraint) -> None:
+        try:
+            compiled.set_result(self._compile(constraint))
+        except BaseException as error:
+            with self._lock:
+                if self._compiled.get(constraint) is compiled:
+                    del self._compiled[constraint]
+            compiled.set_exception(error)
 
     def _compile(self, constraint: Constraint) -> Any:
         llguidance = _import_llguidance()
         matcher_type = llguidance.LLMatcher
         grammar = _grammar_source(constraint, matcher_type)
-        if self._tokenizer is None:
-            self._tokenizer = self._build_tokenizer(llguidance)
-        is_wrong, messages = matcher_type.validate_grammar_with_warnings(grammar, self._tokenizer)
+        tokenizer = self._own_tokenizer(llguidance)
+        is_wrong, messages = matcher_type.validate_grammar_with_warnings(grammar, tokenizer)
         if is_wrong:
             raise InvalidConstraint(f"{constraint.kind.value}: {'; '.join(messages)}")
-        matcher = matcher_type(self._tokenizer, grammar)
+        matcher = matcher_type(tokenizer, grammar)
         if matcher.is_error():
             raise InvalidConstraint(f"{constraint.kind.value}: {matcher.get_error()}")
         self._check_beginning(constraint, matcher)
         return matcher
+
+    def _own_tokenizer(self, llguidance: Any) -> Any:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._build_tokenizer(llguidance)
+            return self._tokenizer
 
     def _check_beginning(self, constraint: Constraint, matcher: Any) -> None:
         """Raise InvalidConstraint for a grammar without a first token: it compiles and fails later."""

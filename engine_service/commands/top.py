@@ -121,7 +121,10 @@ async def _snapshots(http: aiohttp.ClientSession) -> AsyncIterator[dict[str, Any
         await _check(response)
         async for line in response.content:
             if line.startswith(b"data: "):
-                yield json.loads(line[6:])
+                message = json.loads(line[6:])
+                if "error" in message:
+                    raise _Refused(message["error"]["message"])
+                yield message
 
 
 async def _get(http: aiohttp.ClientSession, path: str) -> dict[str, Any]:

@@ -58,10 +58,8 @@ class TokenBook:
         """Read the file; raise SettingsError where it is damaged. clock gives seconds since 1970."""
         self._path = folder / "tokens.json"
         self._clock = clock
-        self._seen: tuple[int, ...] | None = None
-        self._tokens: tuple[KeptToken, ...] = ()
+        self._seen = self._version()  # before it is read: what is made in between is read anew, not missed
         self._tokens = self._read()
-        self._seen = self._version()
 
     def all(self) -> tuple[KeptToken, ...]:
         """Return the tokens as of now, in the order they were made."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -38,6 +38,7 @@ MAX_ATTEMPTS: Final = 3  #: begins after faults of the engine; restarts are not 
 KEEP_EVERY_S: Final = 1.0  #: what a job writes is on disk this often
 _SWEEP_S: Final = 60.0
 _MAX_RETRY_S: Final = 60.0
+_STOP_S: Final = 10.0
 
 _LATER: Final = (QueueFull, QuotaExhausted, TooManyRequests, EngineStopping)
 """Refusals that say nothing against the job."""
@@ -153,17 +154,24 @@ class JobRunner:
             _LOGGER.warning(said if count == 1 else many)
         self._loop = asyncio.create_task(keep_turning(self._turn, self._wake))
 
-    async def stop(self) -> None:
-        """Let running jobs wait for the next start, with what they have written, and close the store."""
+    async def stop(self, *, within_s: float = _STOP_S) -> None:
+        """Let running jobs wait for the next start, with what they have written, and close the store.
+
+        A disk that hangs is waited for within_s seconds; the next start goes on from what it has taken.
+        """
+        until = asyncio.get_running_loop().time() + within_s
         if self._loop is not None:
             self._loop.cancel()
-            await asyncio.wait({self._loop})
+            await _ended({self._loop}, until=until)
         tasks = {entry.task for entry in self._running.values()}
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        await self._store.close()
+        await _ended(tasks, until=until)
+        closing = asyncio.create_task(self._store.close())
+        if await _ended({closing}, until=until):
+            closing.result()
+        else:
+            _LOGGER.error("The disk does not answer: what jobs wrote last may be computed again")
 
     # --- what the server asks ---
 
@@ -171,10 +179,12 @@ class JobRunner:
         """Keep a job and run it; return it and whether it is new. Raises QueueFull, IdempotencyConflict."""
         if len(await self._store.open_jobs()) >= MAX_OPEN:
             raise QueueFull(f"{MAX_OPEN} jobs are open already", retry_after_s=60)
-        kept, is_new = await self._store.submit(job)
+        try:
+            kept, is_new = await self._store.submit(job)
+        finally:
+            self._wake.set()  # it may be on disk though nobody is left to hear that it is
         if is_new:
             self._tell(kept)
-            self._wake.set()
         return kept, is_new
 
     async def get(self, job_id: str) -> Job | None:
@@ -213,8 +223,8 @@ class JobRunner:
         One that waits for its turn is expected to be written as fast as those that are, or as the last one.
         """
         entry, most, now = self._running.get(job.job_id), job.max_tokens, self._clock()
-        if entry is None or most is None:
-            return None
+        if entry is None or most is None or job.state.is_final:
+            return None  # one that has ended may still be in hand for a moment
         if entry.first_output_at is None:
             wait_s = None if entry.run is None else entry.run.wait_s()
             pace_s = None if wait_s is None else self._usual_pace_s(now)
@@ -302,10 +312,12 @@ class JobRunner:
         entry = self._running[job.job_id]
         entry.run = run
         try:
+            if job.model not in (None, run.model):
+                # Before the disk knows the new model: a stop in between must not put the old one's text back
+                # under its name.
+                entry.job, entry.output = replace(job, output=Output()), Output()
             if not await self._store.begin(job.job_id, now=self._clock(), model=run.model):
                 raise asyncio.CancelledError  # it ended while it was ordered
-            if job.model not in (None, run.model):
-                entry.job, entry.output = replace(job, output=Output()), Output()
             await self._tell_from_store(job.job_id)
             kept_at: float | None = None
             async for output in run.outputs():
@@ -380,3 +392,19 @@ class JobRunner:
         with contextlib.suppress(StorageUnavailable):  # logged; listeners hear of the next change
             if self._feeds and (job := await self.get(job_id)) is not None:
                 self._tell(job)
+
+
+async def _ended(tasks: Collection[asyncio.Task[None]], *, until: float) -> bool:
+    """Wait for tasks until then, on the event loop's clock; return whether all have ended.
+
+    Those that have not are cancelled until they have.
+    """
+    late = set(tasks)
+    if late:
+        _, late = await asyncio.wait(late, timeout=max(0.0, until - asyncio.get_running_loop().time()))
+    is_whole = not late
+    while late:
+        for task in late:
+            task.cancel()  # again: one that was cancelled may wait anew while it tidies up
+        _, late = await asyncio.wait(late, timeout=0)
+    return is_whole

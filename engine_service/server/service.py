@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping
+import logging
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -12,7 +14,7 @@ from aiohttp import web
 from engine_service import __version__
 from engine_service.checks import shown
 from engine_service.engine.loop import Engine
-from engine_service.errors import InvalidRequest, RequestTooLarge
+from engine_service.errors import EngineError, InvalidRequest, RequestTooLarge
 from engine_service.identity.caller import Caller
 from engine_service.identity.pairing import PairingDesk
 from engine_service.identity.tokens import TokenBook
@@ -21,14 +23,18 @@ from engine_service.jobs.teller import Tell
 from engine_service.protocol import SCHEMA_VERSION, parse_json
 from engine_service.scheduling.model import ResidentId
 from engine_service.server.auth import Guard
+from engine_service.server.changes import Changes
 from engine_service.server.meters import Meters
 from engine_service.server.models import ModelDesk
 from engine_service.server.policies import PolicyBook
 from engine_service.server.rehearsal import Rehearsals
+from engine_service.server.replies import error_body
 from engine_service.server.residents import ResidentBook
-from engine_service.server.streaming import dumps
+from engine_service.server.streaming import EventStream, dumps
 
 T = TypeVar("T")
+
+_LOGGER = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S: Final = 30.0
 
@@ -53,6 +59,7 @@ class Service:
     name: str
     created: int  #: seconds since 1970, when this process began to serve
     rehearsals: Rehearsals = field(default_factory=Rehearsals)
+    changes: Changes = field(default_factory=Changes)  #: what must not be left half done
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  #: ends streams that would never end
 
     def identity(self) -> dict[str, Any]:
@@ -79,6 +86,24 @@ async def unless_stopping(service: Service, asked: Coroutine[Any, Any, T]) -> T 
     finally:
         answer.cancel()
         stopping.cancel()
+
+
+@asynccontextmanager
+async def faults_told(events: EventStream) -> AsyncIterator[None]:
+    """Tell the reader of a stream of the error that ends the block.
+
+    The stream's head is sent, so that an answer to the request itself would stand in the middle of it.
+    """
+    try:
+        yield
+    except EngineError as error:
+        await events.send(error_body(error))
+    except ConnectionError:
+        raise  # nobody is left to tell
+    except Exception:
+        _LOGGER.exception("A stream failed")
+        mistake = EngineError("the engine made a mistake; its log says more")
+        await events.send(error_body(mistake))
 
 
 def respond(message: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

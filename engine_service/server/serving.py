@@ -34,6 +34,7 @@ from engine_service.state import StateFolder
 
 _BACKLOG: Final = 128
 _CLOSE_S: Final = 2.0
+_SETTLE_S: Final = 5.0
 SILENCE_S: Final = 75.0
 """A connection that has not sent a whole request for this long is closed, however busily it dribbles."""
 
@@ -125,7 +126,9 @@ async def serving(
     finally:
         service.stopping.set()
         service.engine.refuse_new_work()
+        await service.changes.settled(within_s=_SETTLE_S)  # some still need the jobs' file
         await service.jobs.close()  # they go on at the next start; only people's answers may finish now
         await service.engine.stop(drain_s=drain_s)
         await asyncio.sleep(0)  # the last events of drained sessions reach their handlers
         await runner.cleanup()
+        await service.changes.settled(within_s=_SETTLE_S)

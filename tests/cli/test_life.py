@@ -14,8 +14,10 @@ import aiohttp
 import pytest
 
 from engine_service.backends.simulated import SimulatedBackend
+from engine_service.errors import SettingsError
 from engine_service.notify import Notifier
 from engine_service.running import Signals, until_stopped
+from engine_service.settings import Settings
 from tests.cli.process import TOKEN, command
 from tests.server.household import household
 
@@ -167,3 +169,26 @@ async def test_an_engine_that_lost_its_model_for_good_ends_the_process(tmp_path:
         backend.lose_everything()
         await home.chat(max_tokens=3)
         assert await asyncio.wait_for(serving, 30) is True
+
+
+async def test_a_hangup_that_fails_is_logged_and_the_next_one_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [SettingsError("a mistake in the file"), RuntimeError("nobody thought of this")]
+
+    def load_again() -> Settings:
+        raise errors.pop()
+
+    async def is_told(words: str) -> bool:
+        return words in caplog.text
+
+    async with household(tmp_path, SimulatedBackend()) as home:
+        signals = Signals()
+        serving = asyncio.create_task(until_stopped(home.service, signals, home.settings, load_again))
+        signals.hung_up.set()
+        await until(lambda: is_told("nobody thought of this"))
+        assert "send SIGHUP to try again" in caplog.text
+        signals.hung_up.set()
+        await until(lambda: is_told("stay as they were: a mistake in the file"))
+        signals.stopped.set()
+        assert await asyncio.wait_for(serving, 30) is False

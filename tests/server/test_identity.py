@@ -12,7 +12,7 @@ import pytest
 from engine_service.errors import InvalidRequest, PairingClosed, SettingsError, WrongCode
 from engine_service.identity.caller import Caller
 from engine_service.identity.pairing import LIFETIME_S, MAX_WRONG, PairingDesk
-from engine_service.identity.tokens import TokenBook
+from engine_service.identity.tokens import KeptToken, TokenBook
 from engine_service.protocol import Asked
 from engine_service.scheduling.model import ResidentId, WorkloadClass
 from engine_service.settings import Scope
@@ -94,6 +94,23 @@ async def test_a_token_works_at_once_and_no_more_once_it_is_revoked(home: Househ
     assert (await home.chat(token=token, max_tokens=1)).status == 200
     TokenBook(home.settings.paths.state_dir).revoke("tablet")
     assert (await home.chat(token=token, max_tokens=1)).status == 401
+
+
+class Overtaken(TokenBook):
+    """A book that somebody writes into just when it has been read for the first time."""
+
+    has_been_read = False
+
+    def _read(self) -> tuple[KeptToken, ...]:
+        tokens = super()._read()
+        if not self.has_been_read:
+            self.has_been_read = True
+            TokenBook(self._path.parent).create(Caller(name="late", scopes=GENERATE))
+        return tokens
+
+
+def test_a_token_made_while_the_book_is_opened_is_known(tmp_path: Path) -> None:
+    assert [kept.caller.name for kept in Overtaken(tmp_path).all()] == ["late"]
 
 
 def test_a_token_is_kept_as_a_hash_only(tmp_path: Path) -> None:

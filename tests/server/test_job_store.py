@@ -6,8 +6,11 @@ import asyncio
 import json
 import sqlite3
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +160,75 @@ async def test_a_file_that_fails_at_the_start_is_closed_again(
     await desk.close()
 
 
+class SlowDisk(JobStore):
+    """A store whose disk can be held up."""
+
+    async def submit(self, job: Job) -> tuple[Job, bool]:
+        """Keep the job as soon as the test lets the disk go on."""
+        self.may_go_on = self.hold_up()
+        return await super().submit(job)
+
+    def hold_up(self) -> threading.Event:
+        """Let everything asked from now on wait until the returned event is set."""
+        may_go_on = threading.Event()
+        database: Any = self._db
+        database._tx.put_nowait((None, lambda: may_go_on.wait(60)))
+        return may_go_on
+
+
+async def test_a_job_is_begun_though_who_kept_it_went_before_the_disk_had_it(tmp_path: Path) -> None:
+    store = await SlowDisk.open(tmp_path / "jobs.sqlite3")
+    runner = JobRunner(store, Pen())
+    await runner.start()
+    await asyncio.sleep(0.1)  # it has looked, and looks again in a minute
+    asking = asyncio.create_task(runner.submit(a_job()))
+    while not hasattr(store, "may_go_on"):
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.wait({asking})
+    store.may_go_on.set()
+    async with asyncio.timeout(30):
+        while (job := await runner.get("job-1")) is None or job.state is not JobState.RUNNING:
+            await asyncio.sleep(0.01)
+    await runner.stop()
+
+
+async def test_a_disk_that_hangs_does_not_hang_the_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, pen = tmp_path / "jobs.sqlite3", Pen()
+    runner = JobRunner(store := await SlowDisk.open(path), pen)
+    await runner.start()
+    asking = asyncio.create_task(runner.submit(a_job()))
+    while not hasattr(store, "may_go_on"):
+        await asyncio.sleep(0.01)
+    store.may_go_on.set()
+    await asking
+    await writes(runner, pen, (3,))
+    may_go_on = store.hold_up()
+    async with asyncio.timeout(30):
+        await runner.stop(within_s=0.1)
+    assert "The disk does not answer" in caplog.text
+    may_go_on.set()
+    store = await SlowDisk.open(path)
+    await store.put_all_back()
+    kept = await store.get("job-1")
+    await store.close()
+    assert kept is not None
+    assert (kept.state, kept.output) == (JobState.SUBMITTED, output(3))
+
+
+async def test_a_job_that_has_ended_takes_no_longer_though_its_run_is_still_in_hand(tmp_path: Path) -> None:
+    runner = await begun(tmp_path / "jobs.sqlite3", pen := Pen())
+    await runner.submit(a_job())
+    await writes(runner, pen, (1, 2, 3))
+    job = await runner.get("job-1")
+    assert job is not None
+    assert runner.eta_s(job) is not None
+    assert runner.eta_s(replace(job, state=JobState.CANCELLED)) is None
+    await runner.stop()
+
+
 # --- what a job has written ---
 
 
@@ -246,3 +318,34 @@ async def test_what_another_model_wrote_is_given_up_when_the_job_begins_on_it(tm
     assert job is not None
     assert job.model == "second"
     await runner.stop()
+
+
+class Overtaken(SlowDisk):
+    """A store whose disk is slow to note that a job is begun, until the job is put back."""
+
+    async def begin(self, job_id: str, *, now: float, model: str) -> bool:
+        self.may_begin = self.hold_up()
+        return await super().begin(job_id, now=now, model=model)
+
+    async def put_back(self, job_id: str, output: Output) -> bool:
+        self.may_begin.set()
+        return await super().put_back(job_id, output)
+
+
+async def test_an_engine_that_stops_while_a_job_begins_on_another_model_mixes_no_texts(
+    tmp_path: Path,
+) -> None:
+    path, pen = tmp_path / "jobs.sqlite3", Pen()
+    runner = await begun(path, pen)
+    await runner.submit(a_job())
+    await writes(runner, pen, (5,))
+    await runner.stop()
+    runner = JobRunner(store := await Overtaken.open(path), Pen("second"))
+    await runner.start()
+    while not hasattr(store, "may_begin"):
+        await asyncio.sleep(0.01)
+    await runner.stop()
+    kept = await (store := await JobStore.open(path)).get("job-1")
+    await store.close()
+    assert kept is not None
+    assert (kept.model, kept.output) == ("second", Output())

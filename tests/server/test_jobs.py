@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from engine_service.errors import StorageUnavailable
 from engine_service.identity.caller import Caller
 from engine_service.identity.tokens import TokenBook
 from engine_service.jobs.model import JobState, Output
@@ -20,7 +23,7 @@ from engine_service.server.chatwork import resumable
 from engine_service.server.plans import plan_chat
 from engine_service.settings import Scope
 from tests.server.conftest import Start
-from tests.server.household import READER, SPEAKER, Answer, Household, payloads
+from tests.server.household import ADMIN, READER, SPEAKER, Answer, Household, bearer, payloads
 
 FINAL = {"finished", "failed", "cancelled", "expired"}
 
@@ -222,6 +225,42 @@ async def test_listeners_hear_of_open_jobs_and_of_what_becomes_of_them(home: Hou
             if all(heard.get(job["id"], [""])[-1] == "finished" for job in (first, second)):
                 break
     assert heard[first["id"]][0] in ("submitted", "running")
+
+
+async def _heard(response: aiohttp.ClientResponse) -> list[Any]:
+    async with response, asyncio.timeout(30):
+        assert response.status == 200
+        return payloads((await response.text()).split("\n"))
+
+
+async def test_listeners_are_told_in_the_stream_that_the_disk_fails(
+    home: Household, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    async def fails() -> list[Any]:
+        raise StorageUnavailable("the disk is gone")
+
+    monkeypatch.setattr(home.service.jobs.runner._store, "open_jobs", fails)
+    (told,) = await _heard(await home.http.get(f"{home.url}/v1/jobs/stream", headers=bearer(ADMIN)))
+    assert told["error"]["code"] == "storage_unavailable"
+    assert "the disk is gone" in told["error"]["message"]
+
+
+async def test_listeners_hear_news_of_the_moment_in_which_the_engine_stops(
+    home: Household, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await submitted(home, order(100_000))
+    runner = home.service.jobs.runner
+    response = await home.http.get(f"{home.url}/v1/jobs/stream", headers=bearer(ADMIN))
+    assert await response.content.readline() == b"event: job\n"
+    known = await runner.get(job["id"])
+    assert known is not None
+    runner._tell(replace(known, job_id="job-0", title="the last news"))
+    home.service.stopping.set()
+    with monkeypatch.context() as stopped:
+        stopped.setattr(home.service.jobs, "_runner", None)
+        told = await _heard(response)
+    assert "the last news" in [entry["title"] for entry in told]
 
 
 async def test_a_running_job_says_how_long_it_takes_yet(home: Household) -> None:

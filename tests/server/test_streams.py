@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from engine_service.server.handlers import fairness
 from engine_service.server.streaming import EventStream, ReaderGone
 from tests.server.household import ADMIN, Household, bearer, payloads
 
@@ -137,6 +139,25 @@ async def test_a_connection_torn_down_without_goodbye_frees_its_request(home: Ho
     writer.transport.abort()
     await home.until_idle()
     assert home.engine.snapshot().residents["guest"]["cancelled"] == 1
+
+
+async def test_the_stream_of_an_engine_that_nobody_uses_says_nothing_new(
+    home: Household, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fairness, "MIN_INTERVAL_S", 0.0)
+    async with home.stream("/v1/fairness/stream") as lines:
+        first = await _engine_told(lines)
+        second = asyncio.create_task(_engine_told(lines))
+        await asyncio.wait({second}, timeout=0.2)
+        change = {"policy": {"classes": {"chat": {"max_context_tokens": 300}}}}
+        assert (await home.ask("PATCH", "/v1/policy", change)).status == 200
+        assert (await second)["max_context_tokens"] == 300 < first["max_context_tokens"]
+
+
+async def _engine_told(lines: AsyncGenerator[str, None]) -> Any:
+    """Return the part on the engine of the next snapshot."""
+    assert await anext(lines) == "event: fairness"
+    return payloads([await anext(lines)])[0]["engine"]
 
 
 async def _one_stream(handler: Any) -> tuple[web.AppRunner, str]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from engine_service.server.service import SERVICE, Service, respond, unless_stopping
+from engine_service.server.service import SERVICE, Service, faults_told, respond, unless_stopping
 from engine_service.server.streaming import EventStream, ReaderGone
 
 MIN_INTERVAL_S: Final = 1.0
@@ -39,7 +39,7 @@ async def stream(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     events = EventStream(request)
     with contextlib.suppress(ReaderGone):
-        async with events:
+        async with events, faults_told(events):
             await _send_changes(service, events)
     return events.response
 
@@ -48,7 +48,8 @@ async def _send_changes(service: Service, events: EventStream) -> None:
     """Send snapshots until the service stops."""
     version = -1
     while not service.stopping.is_set():
-        version = await unless_stopping(service, service.engine.changed(after=version)) or version
+        changed = await unless_stopping(service, service.engine.changed(after=version))
+        version = version if changed is None else changed  # 0: nothing has happened since the start
         await events.send(await _look(service), event="fairness")
         await _pause(service, MIN_INTERVAL_S)
 

@@ -17,7 +17,15 @@ from engine_service.protocol import JobRequest, parse_job_request, parse_residen
 from engine_service.scheduling.model import WorkloadClass
 from engine_service.server.plans import plan_chat
 from engine_service.server.replies import job_body
-from engine_service.server.service import CALLER, SERVICE, Service, read_json, respond, unless_stopping
+from engine_service.server.service import (
+    CALLER,
+    SERVICE,
+    Service,
+    faults_told,
+    read_json,
+    respond,
+    unless_stopping,
+)
 from engine_service.server.streaming import EventStream, ReaderGone
 
 MAX_LISTED: Final = 1000
@@ -47,7 +55,7 @@ async def submit(request: web.Request) -> web.StreamResponse:
         webhook=message.webhook,
     )
     await _check(service, message, job)
-    kept, is_new = await service.jobs.runner.submit(job)
+    kept, is_new = await service.changes.carry_out(service.jobs.runner.submit(job))
     return respond(_whole(service, kept), status=202 if is_new else 200)
 
 
@@ -114,9 +122,9 @@ async def get(request: web.Request) -> web.StreamResponse:
 
 async def cancel(request: web.Request) -> web.StreamResponse:
     """DELETE /v1/jobs/{id}: an ended job stays as it is."""
-    job = await _found(request)
-    await request.app[SERVICE].jobs.runner.cancel(job.job_id)
-    return respond(_whole(request.app[SERVICE], await _found(request)))
+    service, job = request.app[SERVICE], await _found(request)
+    await service.changes.carry_out(service.jobs.runner.cancel(job.job_id))
+    return respond(_whole(service, await _found(request)))
 
 
 async def _found(request: web.Request) -> Job:
@@ -134,11 +142,13 @@ async def stream(request: web.Request) -> web.StreamResponse:
     runner = service.jobs.runner
     events = EventStream(request)
     with contextlib.suppress(ReaderGone):
-        async with events, runner.listening() as feed:
+        async with events, faults_told(events), runner.listening() as feed:
             while (news := await unless_stopping(service, feed.next())) is not None:
                 for job in news:
                     if only_for in (None, job.who.resident_id):
-                        await events.send(_line(service, job), event="job")
+                        # By this runner: the service has none any more while it stops.
+                        message = job_body(job, eta_s=runner.eta_s(job), is_whole=False)
+                        await events.send(message, event="job")
     return events.response
 
 

@@ -39,7 +39,9 @@ async def roll_back(request: web.Request) -> web.StreamResponse:
     """POST /v1/policy/rollback: an earlier revision holds again, as a new one."""
     service = request.app[SERVICE]
     revision = parse_rollback_request(await read_json(request))
-    await service.policies.roll_back(service.engine, revision, by=request[CALLER].name)
+    await service.changes.carry_out(
+        service.policies.roll_back(service.engine, revision, by=request[CALLER].name)
+    )
     return respond(_body(service))
 
 
@@ -48,7 +50,9 @@ async def _changed(request: web.Request, base: Policy) -> web.StreamResponse:
     message: PolicyRequest = parse_policy_request(await read_json(request))
     policy = changed_policy(base, message.policy)
     _notes(service, policy)
-    await service.policies.replace(service.engine, policy, by=request[CALLER].name, note=message.note or "")
+    await service.changes.carry_out(
+        service.policies.replace(service.engine, policy, by=request[CALLER].name, note=message.note or "")
+    )
     return respond(_body(service))
 
 
