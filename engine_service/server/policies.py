@@ -103,13 +103,26 @@ class PolicyBook:
     async def roll_back(self, engine: Engine, revision: int, *, by: str) -> Revision:
         """Put an earlier revision in force again; raise InvalidRequest naming those known."""
         earlier, note = self.find(revision), f"back to revision {revision}"
-        return await self.replace(engine, earlier.policy, by=by, note=note, is_settings=earlier.is_settings)
+        return await self.change(
+            engine, lambda _: earlier.policy, by=by, note=note, is_settings=earlier.is_settings
+        )
 
-    async def replace(
-        self, engine: Engine, policy: Policy, *, by: str, note: str, is_settings: bool = False
+    async def change(
+        self,
+        engine: Engine,
+        make: Callable[[Policy], Policy],
+        *,
+        by: str,
+        note: str,
+        is_settings: bool = False,
     ) -> Revision:
-        """Put a policy in force, once it is on disk; raise StorageUnavailable if it cannot be kept."""
+        """Put what make returns in force, once it is on disk; raise StorageUnavailable if it cannot be kept.
+
+        make is given the policy in force; of two changes at the same moment, the later is given what the
+        earlier made. What it raises is raised, and nothing is changed.
+        """
         async with self._lock:
+            policy = make(self.current.policy)
             number_ = max(entry.number for entry in self._revisions) + 1
             made = Revision(
                 number=number_,

@@ -106,6 +106,22 @@ async def test_a_policy_whose_caller_left_holds_at_once_as_after_a_restart(start
         assert (body["revision"], body["policy"]["max_skips"]) == (2, 9)
 
 
+async def test_of_two_changes_at_the_same_moment_none_is_lost(start: Start) -> None:
+    """The later one changes what the earlier one made of the policy, and not what that found."""
+    async with start() as home:
+        book = home.service.policies
+        book._state = disk = SlowFolder(book._state.path)
+        first = asyncio.create_task(home.ask("PATCH", "/v1/policy", {"policy": {"max_skips": 7}}))
+        await asyncio.to_thread(disk.is_writing.wait, 60)
+        second = asyncio.create_task(home.ask("PATCH", "/v1/policy", {"policy": {"prefix_share": 0.1}}))
+        while len(home.service.changes._under_way) < 2:
+            await asyncio.sleep(0.005)
+        disk.may_write.set()
+        assert [(await asked).status for asked in (first, second)] == [200, 200]
+        policy = home.engine._scheduler.state.policy
+        assert (policy.max_skips, policy.prefix_share) == (7, 0.1)
+
+
 async def test_a_change_under_way_is_in_force_when_the_engine_has_ended(start: Start) -> None:
     async with start() as home:
         book = home.service.policies

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from aiohttp import web
 
 from engine_service.engine import memory
@@ -19,12 +21,12 @@ async def read(request: web.Request) -> web.StreamResponse:
 
 async def replace(request: web.Request) -> web.StreamResponse:
     """PUT /v1/policy: the defaults with these changes hold from now on."""
-    return await _changed(request, Policy())
+    return await _changed(request, lambda _: Policy())
 
 
 async def change(request: web.Request) -> web.StreamResponse:
     """PATCH /v1/policy: what holds, with these changes, holds from now on."""
-    return await _changed(request, request.app[SERVICE].policies.current.policy)
+    return await _changed(request, lambda current: current)
 
 
 async def validate(request: web.Request) -> web.StreamResponse:
@@ -45,13 +47,17 @@ async def roll_back(request: web.Request) -> web.StreamResponse:
     return respond(_body(service))
 
 
-async def _changed(request: web.Request, base: Policy) -> web.StreamResponse:
+async def _changed(request: web.Request, base: Callable[[Policy], Policy]) -> web.StreamResponse:
     service = request.app[SERVICE]
     message: PolicyRequest = parse_policy_request(await read_json(request))
-    policy = changed_policy(base, message.policy)
-    _notes(service, policy)
+
+    def make(current: Policy) -> Policy:
+        policy = changed_policy(base(current), message.policy)
+        _notes(service, policy)
+        return policy
+
     await service.changes.carry_out(
-        service.policies.replace(service.engine, policy, by=request[CALLER].name, note=message.note or "")
+        service.policies.change(service.engine, make, by=request[CALLER].name, note=message.note or "")
     )
     return respond(_body(service))
 
