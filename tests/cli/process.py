@@ -48,6 +48,11 @@ class Process:
         async with asyncio.timeout(END_S):
             return (await self._process.stderr.read()).decode()
 
+    async def output_line(self) -> bytes:
+        """Return the next line of standard output; empty at its end."""
+        assert self._process.stdout is not None
+        return await self._process.stdout.readline()
+
     async def error_line(self) -> bytes:
         """Return the next line of standard error; empty at its end."""
         assert self._process.stderr is not None

@@ -112,11 +112,15 @@ async def test_running_answers_finish_and_new_ones_are_refused_while_it_stops(tm
         url = await process.ready()
         async with http.post(url + "/v1/chat/completions", json=long, headers=bearer()) as response:
             assert (await response.content.readline()).startswith(b"data: ")
-            process.signal(signal.SIGTERM)
-            while (await ask(url, "/ready"))[0] == 200:
-                await asyncio.sleep(0.01)
-            status, refused = await ask(url, "/v1/chat/completions", HELLO)
-            assert (status, refused["error"]["code"]) == (503, "engine_unavailable")
+            # Another answer keeps the engine from ending before it was asked.
+            longer = long | {"max_tokens": 3000}
+            async with http.post(url + "/v1/chat/completions", json=longer, headers=bearer()) as other:
+                process.signal(signal.SIGTERM)
+                while (await ask(url, "/ready"))[0] == 200:
+                    await asyncio.sleep(0.01)
+                status, refused = await ask(url, "/v1/chat/completions", HELLO)
+                assert (status, refused["error"]["code"]) == (503, "engine_unavailable")
+                other.close()
             lines = [line async for line in response.content if line.strip()]
         assert lines[-1] == b"data: [DONE]\n"
         last = json.loads(lines[-2].removeprefix(b"data: "))

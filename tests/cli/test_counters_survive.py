@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ async def guests(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         return alice
 
 
-async def asked(http: aiohttp.ClientSession, url: str, told: dict[str, int]) -> None:
+def far_from_midnight() -> dict[str, str]:
+    """Return an environment whose local time is about noon: no day begins, and renews quotas, in the test."""
+    return {"TZ": f"NOON{time.gmtime().tm_hour - 12}"}
+
+
+async def asked(http: aiohttp.ClientSession, url: str, told: dict[str, int], has_come: asyncio.Event) -> None:
     """Ask again and again; count every token that arrives, and every answer that ends."""
     message = {
         "messages": [{"role": "user", "content": "Hello"}],
@@ -45,17 +51,22 @@ async def asked(http: aiohttp.ClientSession, url: str, told: dict[str, int]) -> 
                     choice = body["choices"][0]
                     told["decode"] += len((choice.get("logprobs") or {}).get("content", ()))
                     told["finished"] += choice["finish_reason"] is not None
+                    if told["decode"]:
+                        has_come.set()
     except (aiohttp.ClientError, json.JSONDecodeError):
         return  # killed
 
 
 async def survive(folder: Path, *, seed: int, num_kills: int) -> None:
     (folder / "fairhearth.toml").write_text(SETTINGS, encoding="utf-8")
-    chance = random.Random(seed)
+    chance, noon = random.Random(seed), far_from_midnight()
     told = {"decode": 0, "finished": 0}
     before: dict[str, Any] | None = None
-    for _ in range(num_kills):
-        async with command(folder, *SIMULATED) as process, aiohttp.ClientSession() as http:
+    for number in range(num_kills):
+        async with (
+            command(folder, *SIMULATED, environment=noon) as process,
+            aiohttp.ClientSession() as http,
+        ):
             url = await process.ready()
             found = await guests(http, url)
             assert found["tokens"]["decode"] >= told["decode"]
@@ -65,10 +76,13 @@ async def survive(folder: Path, *, seed: int, num_kills: int) -> None:
                     assert found[name] >= before[name], name
                 assert found["tokens_left_today"] <= before["tokens_left_today"]
             told = {"decode": found["tokens"]["decode"], "finished": found["finished"]}
-            asking = [asyncio.create_task(asked(http, url, told)) for _ in range(4)]
+            has_come = asyncio.Event()
+            asking = [asyncio.create_task(asked(http, url, told, has_come)) for _ in range(4)]
             await asyncio.sleep(chance.uniform(0.05, 1.0))
             before = await guests(http, url)
             await asyncio.sleep(chance.uniform(0.0, 0.2))
+            if number == num_kills - 1:  # or all lives may have been shorter than a first token takes
+                await asyncio.wait_for(has_come.wait(), 60)
             process.signal(signal.SIGKILL)
             await asyncio.gather(*asking)
     assert told["decode"] > 0
@@ -87,9 +101,12 @@ async def test_nothing_anybody_was_told_is_uncounted_after_fifty_kills(tmp_path:
 
 async def test_counters_are_equal_over_an_orderly_restart(tmp_path: Path) -> None:
     (tmp_path / "fairhearth.toml").write_text(SETTINGS, encoding="utf-8")
-    looks = []
+    looks, noon = [], far_from_midnight()
     for _ in range(2):
-        async with command(tmp_path, *SIMULATED) as process, aiohttp.ClientSession() as http:
+        async with (
+            command(tmp_path, *SIMULATED, environment=noon) as process,
+            aiohttp.ClientSession() as http,
+        ):
             url = await process.ready()
             looks.append(await guests(http, url))
             message = {

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import re
+import socket
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -116,11 +117,14 @@ async def test_the_app_hands_streams_on_to_an_engine_elsewhere_and_leaves_with_t
 
 
 async def test_the_app_ends_a_connection_when_nobody_answers_elsewhere(
-    unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server = await start_program().relay("127.0.0.1", unused_tcp_port, listen="127.0.0.1", on=0)
-    async with server:
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        assert await reader.read() == b""
-        writer.close()
-    assert f"127.0.0.1:{unused_tcp_port} does not answer" in capsys.readouterr().err
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens, and no other process can
+        port = taken.getsockname()[1]
+        server = await start_program().relay("127.0.0.1", port, listen="127.0.0.1", on=0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            assert await reader.read() == b""
+            writer.close()
+    assert f"127.0.0.1:{port} does not answer" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,18 @@ RESIDENTS = (
 )
 SMALL = Policy(voice_headroom_pages=4, prefix_share=0.2, max_chunk_tokens=48, min_chunk_tokens=16)
 """Iterations stay below 64 rows, where the model's arithmetic does not depend on the batch."""
+
+
+class Clock:
+    """Real time, moved by hand."""
+
+    def __init__(self, of: object = time.monotonic) -> None:
+        self.of = of
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        now: float = self.of() + self.ahead_s  # type: ignore[operator]
+        return now
 
 
 class FaultyBackend:

@@ -70,6 +70,7 @@ async def test_nobody_waits_long_for_company(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_speech_begins_at_once_and_takes_the_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "_LONGEST_COMPANY_S", 3600)
+    monkeypatch.setattr(loop_module, "_TICK_S", 3600)  # a tick begins what waits, too
     backend = Watched()
     async with started(backend, company_s=3600) as engine:
         chat = await engine.submit(order(engine, "alice", "chat", "Hello.", 4))

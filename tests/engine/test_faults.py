@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 
 import pytest
 
 from engine_service.engine.loop import Engine
-from engine_service.engine.sessions import Delta, Finished, Session
+from engine_service.engine.sessions import Delta, Session
 from engine_service.engine.watchdog import Alarm, Watchdog
 from engine_service.errors import EngineError, EngineStopping, GenerationFailed, TooManyRequests
 from engine_service.scheduling.invariants import check
@@ -143,21 +144,26 @@ async def test_a_backend_that_hangs_is_replaced_and_waiting_work_is_kept(
 
 
 async def test_a_long_iteration_that_heeds_the_abort_costs_nobody_anything() -> None:
-    builder = Builder()
+    builder, goes_on = Builder(), threading.Event()
+
+    def hang_once(backend: WildBackend) -> None:
+        if backend.let_go.is_set():
+            goes_on.set()
+        elif backend.num_steps == 10:
+            backend.is_hanging = True
+
+    def heed() -> None:
+        """Let the iteration end, and the watchdog look again only after that, however long it takes."""
+        slow.let_go.set()
+        assert goes_on.wait(30)
+
     async with wild_engine(builder, patience_s=0.4) as engine:
-        session = await submitted(engine, tokens=100)
-        await has_spoken(session)
         slow = builder.latest
-        slow.is_hanging = True
-        slow.abort = slow.let_go.set  # type: ignore[method-assign]
-        await read_rest(session)
+        slow.before_step, slow.abort = hang_once, heed  # type: ignore[method-assign]
+        ids, _, _ = await read(await submitted(engine, tokens=100))
+        assert len(ids) == 100
+        assert slow.let_go.is_set(), "it was told to stop"
         assert len(builder.built) == 1
-
-
-async def read_rest(session: Session) -> None:
-    async for event in session.events():
-        if isinstance(event, Finished):
-            return
 
 
 async def test_an_engine_that_cannot_go_on_says_why_to_whoever_waits_for_it() -> None:

@@ -18,24 +18,12 @@ from engine_service.scheduling.decisions import Cancel
 from engine_service.scheduling.events import Cancelled, DayStarted, IterationDone
 from engine_service.scheduling.invariants import check
 from engine_service.scheduling.model import Resident, ResidentId
-from tests.engine.conftest import ask, order, read, until
+from tests.engine.conftest import Clock, ask, order, read, until
 from tests.engine.wild import Builder, wild_engine
 
 BERLIN = ZoneInfo("Europe/Berlin")
 DAY_S = 86_400.0
 MISER = Resident(resident_id=ResidentId("miser"), daily_tokens=5, daily_is_hard=True)
-
-
-class Clock:
-    """Real time, moved by hand."""
-
-    def __init__(self, of: object = time.monotonic) -> None:
-        self.of = of
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        now: float = self.of() + self.ahead_s  # type: ignore[operator]
-        return now
 
 
 def at(text: str) -> float:

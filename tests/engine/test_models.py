@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine_service.backends.base import BackendError, Constraint, ConstraintKind, ModelError, Tell
+from engine_service.backends.base import (
+    BackendError,
+    ChunkOrder,
+    Constraint,
+    ConstraintKind,
+    ModelError,
+    StepOutcome,
+    Tell,
+)
 from engine_service.backends.cost_model import CostModel
+from engine_service.backends.llama_cpp import LlamaCppBackend
 from engine_service.backends.llama_cpp.binding import open_library
 from engine_service.backends.llama_cpp.provision import GgufSource, default_model_path, open_default_model
 from engine_service.backends.simulated import SimulatedBackend, SimulatedSource
@@ -24,11 +33,18 @@ from engine_service.engine.sessions import Delta, Order, Session
 from engine_service.errors import GenerationFailed, ModelUnavailable, UnknownModel
 from engine_service.scheduling.baseline import FirstComeFirstServed
 from engine_service.scheduling.invariants import check
-from engine_service.scheduling.model import ModelId, Policy, ResidencyPolicy, ResidentId, WorkloadClass
+from engine_service.scheduling.model import (
+    ModelId,
+    Policy,
+    RequestId,
+    ResidencyPolicy,
+    ResidentId,
+    WorkloadClass,
+)
 from engine_service.scheduling.residency import Residence
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.simulator.recorded import replay_recording
-from tests.engine.conftest import GREEDY, RESIDENTS, read, until
+from tests.engine.conftest import GREEDY, RESIDENTS, Clock, read, until
 
 A, B, V = ModelId("a"), ModelId("b"), ModelId("voice")
 QUICK = ResidencyPolicy(min_stay_s=0.2, patience_s=0.05, drain_s=0.2, speech_drain_s=5, retry_s=30)
@@ -67,14 +83,23 @@ class Source(SimulatedSource):
 
 @asynccontextmanager
 async def home(
-    *sources: Source, pinned: frozenset[ModelId] = frozenset(), event_log: Path | None = None, **policy: Any
+    *sources: Source,
+    pinned: frozenset[ModelId] = frozenset(),
+    event_log: Path | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **policy: Any,
 ) -> AsyncIterator[Engine]:
     """An engine of simulated models, the first of which serves."""
     rules = ResidencyPolicy(**{**{f: getattr(QUICK, f) for f in QUICK.__dataclass_fields__}, **policy})
     named = {ModelId(source.describe().info.name): source for source in sources}
     models = Models(named, pinned=pinned, policy=rules)
     engine = Engine(
-        models.open_first(), policy=POLICY, residents=RESIDENTS, models=models, event_log=event_log
+        models.open_first(),
+        policy=POLICY,
+        residents=RESIDENTS,
+        models=models,
+        event_log=event_log,
+        clock=clock,
     )
     await engine.start()
     try:
@@ -122,6 +147,23 @@ async def first_words(session: Session) -> None:
             return
 
 
+def is_writing(engine: Engine) -> bool:
+    return any(live.decode_tokens > 5 for live in list(engine._live.values()))
+
+
+def held(backend: SimulatedBackend, *, when: Callable[[], bool]) -> threading.Event:
+    """Let the device wait from that moment on until the event is set, so that it is not ahead of the test."""
+    may_go_on, step = threading.Event(), backend.step
+
+    def waiting(decode_ids: Sequence[RequestId], prefills: Sequence[ChunkOrder]) -> StepOutcome:
+        if not may_go_on.is_set() and when():
+            assert may_go_on.wait(30), "nobody let the device go on"
+        return step(decode_ids, prefills)
+
+    backend.step = waiting  # type: ignore[method-assign]
+    return may_go_on
+
+
 async def test_a_model_is_loaded_for_who_asks_it_and_the_other_given_up_where_memory_is_for_one() -> None:
     a, b = Source("a"), Source("b")
     async with home(a, b) as engine:
@@ -151,10 +193,13 @@ async def test_an_answer_that_is_put_back_goes_on_where_it_was(max_loaded: int) 
     a, b = Source("a"), Source("b")
     async with home(a, b, max_loaded=max_loaded, drain_s=0.05) as engine:
         whole = (await read(await ask(engine, "a", tokens=150, text="once upon a time")))[0]
+        may_go_on = held(a.opened[-1], when=lambda: is_writing(engine))
         session = await ask(engine, "a", tokens=150, text="once upon a time")
         reading = asyncio.create_task(read(session))
-        await until(lambda: any(x.decode_tokens > 5 for x in engine._live.values()), engine)
-        assert await answer(engine, "b")
+        await until(lambda: is_writing(engine), engine)
+        other = await ask(engine, "b")
+        may_go_on.set()
+        assert (await read(other))[1]
         ids, _, timings = await reading
         assert ids == whole
         assert timings.preemptions >= 1
@@ -168,7 +213,7 @@ async def test_speech_for_an_idle_model_does_not_wait_for_a_chat_with_another() 
         await answer(engine, "a")
         chat = await ask(engine, "a", tokens=400)
         reading = asyncio.create_task(read(chat))
-        await until(lambda: any(x.decode_tokens > 5 for x in engine._live.values()), engine)
+        await until(lambda: is_writing(engine), engine)
         assert await answer(engine, "voice", "voice", tokens=5)
         assert not reading.done(), "speech came first"
         assert len((await reading)[0]) == 400
@@ -198,7 +243,8 @@ async def test_a_pinned_model_serves_speech_while_another_is_being_loaded() -> N
 
 async def test_a_model_that_cannot_be_loaded_is_told_to_who_waits_and_the_first_goes_on() -> None:
     a, b = Source("a"), Source("b")
-    async with home(a, b, max_loaded=2, retry_s=1) as engine:
+    clock = Clock()
+    async with home(a, b, max_loaded=2, retry_s=30, clock=clock) as engine:
         chat = asyncio.create_task(answer(engine, "a", tokens=200))
         b.trouble = ModelError("the file is cut short")
         b.may_open.clear()  # until both have asked
@@ -211,10 +257,10 @@ async def test_a_model_that_cannot_be_loaded_is_told_to_who_waits_and_the_first_
         with pytest.raises(ModelUnavailable, match="cut short") as refused:
             await ask(engine, "b")
         assert refused.value.retry_after_s is not None
-        assert 0 < refused.value.retry_after_s <= 1
+        assert 0 < refused.value.retry_after_s <= 30
         assert await chat
         b.trouble = None
-        await asyncio.sleep(1.1)
+        clock.ahead_s += 30
         assert await answer(engine, "b"), "it is tried again"
 
 
@@ -228,7 +274,7 @@ async def test_whoever_waits_for_company_is_begun_when_another_model_fails_befor
         chat = await ask(engine, "a")
         time.sleep(0.05)  # noqa: ASYNC251 - the engine's thread has seen that there is nothing to do yet
         b.may_open.set()
-        time.sleep(0.05)  # noqa: ASYNC251 - the event loop, whose timer would begin the chat, stands still
+        engine._several.join(30)  # meanwhile the event loop, whose timer would begin the chat, stands still
         with pytest.raises(ModelUnavailable, match="cut short"):
             await read(waiting)
         assert await asyncio.wait_for(read(chat), 10)
@@ -285,10 +331,12 @@ async def test_first_come_first_served_takes_turns_between_models_too() -> None:
 async def test_who_gives_up_waiting_for_a_model_calls_the_switch_off() -> None:
     a, b = Source("a"), Source("b")
     async with home(a, b, drain_s=20) as engine:
+        may_go_on = held(a.opened[-1], when=lambda: engine._scheduler.state.is_leaving)
         chat = asyncio.create_task(read(await ask(engine, "a", tokens=200)))
         session = await ask(engine, "b")
         await until(lambda: engine._scheduler.state.is_leaving, engine)
         session.cancel()
+        may_go_on.set()
         ids, _, timings = await chat
         assert len(ids) == 200
         assert timings.preemptions == 0
@@ -301,7 +349,7 @@ async def test_what_is_cancelled_while_its_model_is_away_leaves_nothing_behind(m
     a, b = Source("a"), Source("b")
     async with home(a, b, max_loaded=max_loaded, drain_s=0.05) as engine:
         session = await ask(engine, "a", tokens=400)
-        await until(lambda: any(x.decode_tokens > 5 for x in engine._live.values()), engine)
+        await until(lambda: is_writing(engine), engine)
         assert await answer(engine, "b", tokens=2) is not None
         other = asyncio.create_task(answer(engine, "b", tokens=60))
         await asyncio.sleep(0)
@@ -347,7 +395,7 @@ async def test_a_lost_backend_takes_only_its_own_answers_along() -> None:
     a, b = Source("a"), Source("b")
     async with home(a, b, max_loaded=2, drain_s=0.05, min_stay_s=0.3) as engine:
         put_back = asyncio.create_task(read(await ask(engine, "a", tokens=150)))
-        await until(lambda: any(x.decode_tokens > 5 for x in engine._live.values()), engine)
+        await until(lambda: is_writing(engine), engine)
         doomed = await ask(engine, "b", tokens=300)
         await until(lambda: engine._live[doomed.request_id].decode_tokens > 0, engine)
         b.opened[-1].lose_everything()
@@ -362,7 +410,7 @@ async def test_a_log_of_switches_replays_to_the_same_decisions_and_can_be_rehear
     log = tmp_path / "events.jsonl"
     async with home(Source("a"), Source("b"), drain_s=0.05, event_log=log) as engine:
         put_back = asyncio.create_task(answer(engine, "a", tokens=80))
-        await until(lambda: any(x.decode_tokens > 5 for x in engine._live.values()), engine)
+        await until(lambda: is_writing(engine), engine)
         await answer(engine, "b")
         await put_back
     turns = list(eventlog.read(log))
@@ -417,8 +465,18 @@ def files(cache_dir: Path) -> tuple[Path, Path]:
     return path, default_model_path()
 
 
-def gguf(path: Path, name: str, cache_dir: Path) -> GgufSource:
-    return GgufSource(
+class CountedSource(GgufSource):
+    """A real model that counts how often it was loaded."""
+
+    num_opened = 0
+
+    def open(self, tell: Tell | None = None) -> LlamaCppBackend:
+        self.num_opened += 1
+        return super().open(tell)
+
+
+def gguf(path: Path, name: str, cache_dir: Path) -> CountedSource:
+    return CountedSource(
         path,
         cache_dir=cache_dir,
         context_tokens=1024,
@@ -459,12 +517,13 @@ async def test_two_files_of_a_real_model_take_turns_and_answers_go_on_across_the
 
         whole = (await read(await numbers()))[0]
         reading = asyncio.create_task(read(await numbers()))
-        await until(lambda: any(x.decode_tokens > 5 for x in engine._live.values()), engine)
+        await until(lambda: is_writing(engine), engine)
         assert await answer(engine, "four", tokens=4)
-        assert place(engine, "eight") is Residence.ABSENT
         ids, _, timings = await reading
         assert timings.preemptions == 1
         assert ids == whole
+        opened = {model_id: source.num_opened for model_id, source in sources.items()}
+        assert opened == {"eight": 2, "four": 1}, "one was unloaded for the other, and loaded again"
         progress = [status.progress for status in engine.models()]
         assert progress == [None, None]
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Protocol
 import pytest
 
 from engine_service.backends.simulated import SimulatedBackend
+from engine_service.server import rehearsal
 from tests.server.household import Household, household
 
 
@@ -34,6 +36,12 @@ def start(tmp_path: Path) -> Start:
         return household(tmp_path, backend, allow_loopback=allow_loopback)
 
     return started
+
+
+@pytest.fixture
+def favoured_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rehearsal have its part of a busy machine: at the lowest priority it may get none for minutes."""
+    monkeypatch.setattr(rehearsal, "_NICENESS", os.getpriority(os.PRIO_PROCESS, 0))
 
 
 @pytest.fixture

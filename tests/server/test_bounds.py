@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from engine_service.backends.simulated import SimulatedBackend
@@ -86,6 +88,14 @@ async def test_a_flood_of_headers_is_cut_off(home: Household, flood: list[str]) 
     assert (await home.chat(max_tokens=1)).status == 200
 
 
+async def is_served(home: Household) -> bool:
+    """Ask again where a busy machine kept this caller silent for too long as well."""
+    for _ in range(20):
+        with contextlib.suppress(aiohttp.ClientConnectionError):
+            return (await home.chat(max_tokens=1)).status == 200
+    return False
+
+
 @pytest.mark.parametrize("beginning", [b"", b"POST /v1/chat/comp", head()[:-2]])
 async def test_whoever_dribbles_a_request_is_put_out(tmp_path: Path, beginning: bytes) -> None:
     async with household(tmp_path, SimulatedBackend(), silence_s=0.5) as home:
@@ -106,7 +116,7 @@ async def test_whoever_dribbles_a_request_is_put_out(tmp_path: Path, beginning: 
             finally:
                 dribbling.cancel()
                 await asyncio.gather(dribbling, return_exceptions=True)
-        assert (await home.chat(max_tokens=1)).status == 200
+        assert await is_served(home)
 
 
 async def test_many_silent_connections_leave_the_household_served(home: Household) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from engine_service.server.discovery import SERVICE_TYPE, announced, is_reachabl
 from engine_service.server.serving import bind
 from engine_service.settings import ServerSettings
 
-ENGINE_ID = "0123456789abcdef0123456789abcdef"
+ENGINE_ID = uuid.uuid4().hex  # other runs on this machine hear what this one announces
+LABEL = ENGINE_ID[:6]
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ async def test_an_announced_engine_is_found_with_its_id_and_leaves_when_it_ends(
     loopback: socket.socket,
 ) -> None:
     settings = ServerSettings(name="Hearth", announce=True)
-    name = f"Hearth 012345.{SERVICE_TYPE}"
+    name = f"Hearth {LABEL}.{SERVICE_TYPE}"
     async with announced(loopback, settings, engine_id=ENGINE_ID):
         info = await found(name, timeout_s=20)
         assert info is not None
@@ -58,7 +60,7 @@ async def test_an_engine_only_this_machine_reaches_is_not_announced_unless_wante
 ) -> None:
     settings = replace(ServerSettings(name="Quiet"), announce=announce)
     async with announced(loopback, settings, engine_id=ENGINE_ID):
-        assert await found(f"Quiet 012345.{SERVICE_TYPE}", timeout_s=1) is None
+        assert await found(f"Quiet {LABEL}.{SERVICE_TYPE}", timeout_s=1) is None
 
 
 async def test_an_engine_for_everybody_names_every_address_of_its_machine() -> None:

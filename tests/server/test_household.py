@@ -11,7 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_service import __version__
+from engine_service.engine import loop
 from engine_service.protocol import SCHEMA_VERSION
+from engine_service.scheduling.model import WorkloadClass
+from engine_service.scheduling.targets import Target
 from tests.server.conftest import Start
 from tests.server.household import READER, Household, payloads
 
@@ -266,7 +269,11 @@ async def test_metrics_count_finished_requests_by_class_and_resident(home: House
     assert labels <= {"class", "resident", "outcome", "kind", "le", "version"}
 
 
-async def test_metrics_tell_what_each_class_is_promised_and_what_is_paused(home: Household) -> None:
+async def test_metrics_tell_what_each_class_is_promised_and_what_is_paused(
+    home: Household, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A target that a busy machine keeps, too.
+    monkeypatch.setattr(loop, "TARGETS", {WorkloadClass.VOICE: Target(first_token_s=60, inter_token_s=60)})
     await home.ask("PATCH", "/v1/policy", {"policy": {"paused_classes": ["background"]}})
     await home.chat(max_tokens=2, fairhearth={"workload_class": "voice"})
     seen = samples((await home.ask("GET", "/metrics", token=READER)).body.decode())

@@ -275,7 +275,8 @@ async def test_a_job_that_waits_says_how_long_it_takes_until_it_is_written(crowd
     home = crowded_home
     await until(home, (await submitted(home, order(20)))["id"])  # so that something was measured
     first = await submitted(home, order(3000))
-    await until_writing(home, first["id"])
+    while (await until_writing(home, first["id"]))["eta_s"] is None:
+        await asyncio.sleep(0.02)  # until a pace can be told, which the one that waits is told by
     second = await submitted(home, order(3000))
     waiting = await until(home, second["id"], {"running"})
     assert waiting["progress"]["output_tokens"] == 0

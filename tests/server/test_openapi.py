@@ -56,6 +56,7 @@ async def test_every_route_is_asked_by_these_tests() -> None:
     assert asked == served
 
 
+@pytest.mark.usefixtures("favoured_rehearsals")
 async def test_every_answer_is_as_the_document_says(home: Household) -> None:
     document = (await home.ask("GET", "/openapi.json", token=None)).json()
     job_id = ""

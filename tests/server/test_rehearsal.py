@@ -15,6 +15,8 @@ from engine_service.server.rehearsal import Rehearsals, as_toml
 from engine_service.settings import load
 from tests.server.household import SPEAKER, Household
 
+pytestmark = pytest.mark.usefixtures("favoured_rehearsals")
+
 GOLDEN = Path(__file__).parents[1] / "contract" / "golden" / "rehearsal.json"
 
 
