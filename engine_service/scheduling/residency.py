@@ -13,6 +13,7 @@ Rules
   a visit, not a turn: the turn goes on behind it.
 * Before a model is left, answers under way have `drain_s` to end, then they are put back (they go on at its
   next turn). Where speech waits they are put back at once. Speech itself has `speech_drain_s`.
+* A switch to an absent model that nobody waits for any more is called off: nothing is loaded for nobody.
 * A model that could not be loaded is not tried again for `retry_s`.
 
 Source: the hysteresis of Llumnix's rescheduling (Sun et al., OSDI 2024) in spirit; turns by the longest time
@@ -200,7 +201,7 @@ class Residency:
         holder = self.turn
         waiting = [m for m in self._rules if m != holder and self._is_wanted(m, demand, now=now)]
         if holder is None or not demand.get(holder, _NOTHING).has_work:
-            following = waiting or self._to_return(holder, now=now)
+            following = waiting or self._called_off(holder, demand) or self._to_return(holder, now=now)
         elif self._turn_since is None or now - self._turn_since < self.policy.min_stay_s:
             return
         else:
@@ -210,6 +211,17 @@ class Residency:
                 self._last_turn[holder] = now
             self.turn = min(following, key=lambda m: self._last_turn[m])  # the first listed of equals
             self._turn_since = now if self.turn == self.serving else None
+
+    def _called_off(self, holder: ModelId | None, demand: Mapping[ModelId, Demand]) -> list[ModelId]:
+        """Return who goes on serving where nobody waits any more for the absent model whose turn it is.
+
+        A pinned one comes back all the same, but not while answers are under way.
+        """
+        if holder is None or self._states[holder] is not Residence.ABSENT:
+            return []
+        here = [m for m in self._rules if self._is_here(m)] if self.serving is None else [self.serving]
+        is_needed = any(demand.get(m, _NOTHING).num_held for m in here)
+        return here if is_needed or not self._rules[holder].is_pinned else []
 
     def _is_wanted(self, model_id: ModelId, demand: Mapping[ModelId, Demand], *, now: float) -> bool:
         is_waited_for = demand.get(model_id, _NOTHING).num_waiting > 0

@@ -37,6 +37,7 @@ class Asked:
     work: int
     is_speech: bool = False
     ended_at: int | None = None
+    patience: int | None = None  #: after so many seconds it waits no longer and leaves
 
 
 @dataclass
@@ -83,6 +84,8 @@ class World:
         residency = self.residency
         match step:
             case Load(model_id=model_id):
+                is_pinned = residency._rules[model_id].is_pinned
+                assert is_pinned or any(a.model_id == model_id for a in self.waiting), "loaded for nobody"
                 self.loads_until[model_id] = self.now + LOAD_S
             case Unload(model_id=model_id):
                 assert residency.state(model_id) is Residence.IDLE
@@ -113,6 +116,7 @@ class World:
 
     def second(self, arriving: Sequence[Asked] = ()) -> None:
         """Let a second pass."""
+        self.waiting = [a for a in self.waiting if a.patience is None or a.at + a.patience > self.now]
         for asked in arriving:
             if self.residency.retry_in_s(asked.model_id, now=self.now):
                 self.refused.append(asked)
@@ -252,16 +256,26 @@ def test_a_model_that_cannot_be_loaded_is_left_alone_and_the_first_goes_on() -> 
     assert len(home.at_which(Load)) > 2, "it is tried again"
 
 
-def test_a_switch_whose_reason_is_gone_is_called_off() -> None:
-    home = world("ab", min_stay_s=1, patience_s=0, drain_s=20)
+@pytest.mark.parametrize("drain_s", [20, 60])
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_a_switch_whose_reason_is_gone_is_called_off(names: str, drain_s: int) -> None:
+    home = world(names, min_stay_s=1, patience_s=0, drain_s=drain_s)
     chat = Asked("a", 0, 30)
-    asked = Asked("b", 2, 1)
-    run(home, [chat, asked], seconds=5)
+    run(home, [chat, Asked("b", 2, 1, patience=3)], seconds=5)
     assert home.is_left
-    home.waiting.remove(asked)
+    run(home, [], seconds=1)
+    assert not home.is_left, "who comes now is admitted"
     run(home, [], seconds=40)
     assert chat.ended_at == 30
     assert home.at_which(Load) == []
+
+
+def test_a_pinned_model_that_was_on_its_way_back_lets_answers_end_first() -> None:
+    home = world("va", pinned="v", max_loaded=1, releases_pinned=True, min_stay_s=1, patience_s=0, drain_s=60)
+    chat = Asked("a", 0, 30)
+    run(home, [chat, Asked("v", 10, 1, patience=2)], seconds=80)
+    assert chat.ended_at == LOAD_S + 30
+    assert home.residency.serving == "v"
 
 
 @pytest.mark.parametrize("name", ["max_loaded", "min_stay_s", "patience_s", "drain_s", "retry_s"])
@@ -284,6 +298,7 @@ REQUESTS = st.lists(
         at=st.integers(0, 150),
         work=st.integers(1, 12),
         is_speech=st.booleans() | st.just(False),
+        patience=st.none() | st.integers(1, 15),
     ),
     max_size=40,
 )
@@ -308,7 +323,8 @@ def test_everybody_who_can_be_served_is_and_memory_holds(
     work = sum(a.work for a in asked)
     run(home, asked, seconds=150 + 20 * len(asked) + 3 * work + 100)
     for one in asked:
-        assert (one.ended_at is not None) == home.residency.can_load(one.model_id), one
+        if one.patience is None:
+            assert (one.ended_at is not None) == home.residency.can_load(one.model_id), one
     if not lenient and home.residency.policy.max_loaded > 1:
         assert pinned not in {m for _, m in home.at_which(Unload)}
 
@@ -328,7 +344,7 @@ def test_nobody_waits_for_longer_than_a_turn_of_every_other_model(
     turn = max(limits.min_stay_s, limits.patience_s) + limits.drain_s + LOAD_S + 3
     starts = home.at_which(Enter)
     for one in asked:
-        if home.residency.can_load(one.model_id):
+        if home.residency.can_load(one.model_id) and one.patience is None:
             bound = limits.patience_s + 3 * turn
             served = [at for at, model_id in [(0, "a"), *starts] if model_id == one.model_id]
             is_begun = one.ended_at is not None and one.ended_at <= one.at + bound
