@@ -19,7 +19,6 @@ Rules (each is checked by `invariants.check`)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, assert_never
 
@@ -73,6 +72,7 @@ from engine_service.scheduling.model import (
     WorkloadClass,
     pages_for,
 )
+from engine_service.scheduling.pace import Pace
 from engine_service.scheduling.records import Record
 from engine_service.scheduling.state import InFlight, State
 from engine_service.scheduling.windows import WindowSum
@@ -255,6 +255,7 @@ class Scheduler:
             policy.decode_cost,
         ):
             self.state.has_changed_cost = True
+            self.state.pace = Pace(self.state.class_accounts)
         if policy.fairness is not before.fairness or self.state.has_changed_cost:
             self.state.epoch += 1
         self.state.policy = policy
@@ -345,7 +346,7 @@ class Scheduler:
             request_id=record.request_id,
             reason=reason,
             limit=limit,
-            retry_after_s=self._drain_s(num_waiting, now=now),
+            retry_after_s=waiting.drained_s(self.state, num_waiting, now=now),
             eta_s=waiting.eta_s(self.state, flow, position=flow.num_waiting, now=now),
         )
 
@@ -399,18 +400,6 @@ class Scheduler:
             self._count_rejection(record)
             refused.append(refusal)
         return refused
-
-    def _drain_s(self, num_waiting: int, *, now: float) -> float:
-        """Return a coarse time (whole s, 1 to 3600) until trying again makes sense.
-
-        Half of the queue's work at the service rate of the last window; before anything was measured,
-        one second per waiting request.
-        """
-        finished = sum(a.finished for a in self.state.class_accounts.values())
-        service = sum(a.service for a in self.state.class_accounts.values())
-        rate = self.state.all_service.total(now=now) / self.state.policy.reserve_window_s
-        seconds = num_waiting * service / finished / rate / 2 if finished and rate else float(num_waiting)
-        return float(math.ceil(min(3600.0, max(1.0, seconds))))
 
     def _abort_for(self, record: Record, *, now: float) -> list[Decision]:
         """Stop a prefill under way when somebody speaks, if the backend can."""
@@ -517,7 +506,7 @@ class Scheduler:
         if not event.aborted:
             self.state.estimator.observe(flight.shape.as_computed(event.results), event.seconds)
         bills = self._credit_all(event, now=now)
-        self._charge_all(bills, now=now)
+        self._charge_all(bills, seconds=event.seconds, now=now)
         if self.state.num_iterations % _REBASE_EVERY == 0:
             self.state.counters.rebase()
         self.state.forget_answers()
@@ -632,7 +621,7 @@ class Scheduler:
             self._payer(record).cached_tokens += cached
             self.state.class_accounts[record.class_id].cached_tokens += cached
 
-    def _charge_all(self, bills: list[Bill], *, now: float) -> None:
+    def _charge_all(self, bills: list[Bill], *, seconds: float, now: float) -> None:
         """Book an iteration: accounts, counters and quotas by bill, windows once."""
         state = self.state
         is_timed = state.policy.unit is ServiceUnit.ACCELERATOR_TIME
@@ -658,6 +647,7 @@ class Scheduler:
             if bill.was_due:
                 due += units
         state.all_service.add(total, now=now)
+        state.pace.note(total, seconds=seconds, now=now)
         state.lower_service.add(lower, now=now)
         state.due_spent.add(due, now=now)
 

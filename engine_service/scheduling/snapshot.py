@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from engine_service.scheduling.counters import Account
 from engine_service.scheduling.flows import FlowId
 from engine_service.scheduling.model import THE_MODEL, ModelId, ResidentId, WorkloadClass
+from engine_service.scheduling.pace import Pace
 from engine_service.scheduling.state import State
 from engine_service.scheduling.windows import WindowSum
 
@@ -110,6 +111,8 @@ def apply(state: State, snapshot: object, *, now: float, elapsed_s: float = 0.0)
     state.recomputed_tokens = recomputed
     state.switch_micros = switched
     state.has_changed_cost = has_changed_cost
+    if has_changed_cost:
+        state.pace = Pace(classes)  # they add up what cannot be added up
 
 
 # ---- checks: each takes a value and its name, returns it typed or raises

@@ -34,6 +34,7 @@ from engine_service.scheduling.model import (
     WorkloadClass,
     pages_for,
 )
+from engine_service.scheduling.pace import Pace
 from engine_service.scheduling.pages import PageLedger
 from engine_service.scheduling.programs import ProgramId, Programs
 from engine_service.scheduling.quota import DailyQuota, RollingQuota
@@ -97,6 +98,7 @@ class State:
     spoken_spent: dict[ResidentId, WindowSum] = field(default_factory=dict)
     due_spent: WindowSum = field(init=False)
     all_service: WindowSum = field(init=False)
+    pace: Pace = field(init=False)
     lower_service: WindowSum = field(init=False)
     waited: dict[ResidentId, int] = field(default_factory=dict)
     waiting_since: dict[ResidentId, float] = field(default_factory=dict)
@@ -120,6 +122,7 @@ class State:
     def __post_init__(self) -> None:
         """Open the windows of the policy."""
         self.open_windows()
+        self.pace = Pace(self.class_accounts)
 
     def open_windows(self) -> None:
         """Start all windows afresh (a new policy may have other lengths)."""

@@ -4,11 +4,14 @@ Reads the state; changes nothing; never looks at single requests, so that asking
 the queue is. An estimate for people: it assumes that the future is like the last minute.
 
 Source: QLM's waiting-time estimator (Patke et al., SoCC 2024): requests ahead times their mean service,
-divided by the service rate. Differs: ahead of a request are the more urgent classes and, in its own class,
-as many of each other resident as of its own, since residents take turns.
+divided by the service rate (here of the seconds in which the device computed). Differs: ahead of a request
+are the more urgent classes and, in its own class, as many of each other resident as of its own, since
+residents take turns.
 """
 
 from __future__ import annotations
+
+import math
 
 from engine_service.scheduling.flows import Flow
 from engine_service.scheduling.model import WorkloadClass
@@ -18,14 +21,13 @@ from engine_service.scheduling.state import State
 def eta_s(state: State, flow: Flow, *, position: int, now: float) -> float | None:
     """Return the seconds (>= 0) until the flow's request with `position` ahead of it in the flow starts.
 
-    None while nothing was measured: no request has finished, or none was served in the last window. None
-    also for a class that is paused: that is up to whoever paused it.
+    None while nothing was measured: no request has finished. None also for a class that is paused: that is up
+    to whoever paused it.
     """
     if flow.is_paused:
         return None
-    rate = state.all_service.total(now=now) / state.policy.reserve_window_s
-    usual = _mean_service(state, list(WorkloadClass))
-    if not rate or usual is None:
+    rate, usual = state.pace.per_second(now=now), _mean_service(state, list(WorkloadClass))
+    if rate is None or usual is None:
         return None
     work = 0.0
     for urgency, waiting in enumerate(state.waiting_by_urgency[: flow.urgency]):
@@ -45,7 +47,16 @@ def _mean_at(state: State, urgency: int, usual: float) -> float:
     return usual if mean is None else mean
 
 
+def drained_s(state: State, num_waiting: int, *, now: float) -> float:
+    """Return a coarse time (whole s, 1 to 3600) until a full queue is worth another try.
+
+    Half of the queue's work at the rate of the last window; before anything was measured, one second per
+    waiting request.
+    """
+    rate, usual = state.pace.per_second(now=now), _mean_service(state, list(WorkloadClass))
+    seconds = float(num_waiting) if rate is None or usual is None else num_waiting * usual / rate / 2
+    return float(math.ceil(min(3600.0, max(1.0, seconds))))
+
+
 def _mean_service(state: State, classes: list[WorkloadClass]) -> float | None:
-    accounts = [state.class_accounts[class_id] for class_id in classes]
-    finished = sum(account.finished for account in accounts)
-    return sum(account.service for account in accounts) / finished if finished else None
+    return state.pace.mean_service(state.class_accounts, classes)
