@@ -363,19 +363,16 @@ class Scheduler:
             return None  # it is measured against the memory of its model when that serves
         capacity = state.known_capacity
         context = min(capacity.max_context_tokens, policy.max_context_tokens or capacity.max_context_tokens)
-        if record.most_tokens > context:
-            return Reject(
-                request_id=request.request_id,
-                reason=RejectReason.PROMPT_TOO_LONG,
-                limit=max(0, context - request.max_tokens),
-            )
         pages = admission.pages_ever_free(state, request.class_id, keeps_prefix=request.keep_prefix)
-        if admission.most_pages_ever(state, record) > pages:
-            fitting = pages * capacity.page_tokens + record.shared - request.max_tokens
-            return Reject(
-                request_id=request.request_id, reason=RejectReason.NEVER_FITS, limit=max(0, fitting)
-            )
-        return None
+        # Whoever obeys the one limit must not meet the other.
+        most = min(context, pages * capacity.page_tokens + record.shared)
+        if record.most_tokens > context:
+            reason = RejectReason.PROMPT_TOO_LONG
+        elif admission.most_pages_ever(state, record) > pages:
+            reason = RejectReason.NEVER_FITS
+        else:
+            return None
+        return Reject(request_id=request.request_id, reason=reason, limit=max(0, most - request.max_tokens))
 
     def _is_asked_of_this(self, record: Record) -> bool:
         """Return whether the model that serves is the one that is asked."""

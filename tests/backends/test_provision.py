@@ -177,7 +177,7 @@ def test_a_ready_backend_says_what_it_is(tmp_path: Path, model: Model) -> None:
         model.path, cache_dir=tmp_path, context_tokens=256, max_sequences=2, threads=1, progress=said.append
     )
     assert "SmolLM2-135M-Instruct is ready" in said[-1]
-    assert "8 pages of 32 tokens, 256 tokens per request at most, 1 thread(s)" in said[-1]
+    assert "8 pages of 32 tokens, a context of 256 tokens, 1 thread(s)" in said[-1]
     assert backend.num_cells_held == backend.num_cells_cached == 0
     backend.check()
     backend.close()

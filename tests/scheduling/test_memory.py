@@ -271,3 +271,20 @@ def test_prefixes_pinned_while_there_was_more_memory_make_nobody_wait_for_ever()
     fits = home.ask("alice", "agent", room - 1, 1)
     home.run_dry()
     assert home.sequences[fits].finished_at is not None
+
+
+@pytest.mark.parametrize("class_id", ["voice", "chat", "embedding", "background"])
+@pytest.mark.parametrize("num_pages", [8, 40, 64])
+@pytest.mark.parametrize("max_tokens", [1, 50])
+def test_whoever_asks_for_no_more_than_a_refusal_says_is_served(
+    class_id: str, num_pages: int, max_tokens: int
+) -> None:
+    """There are two limits, the context and the memory beside what is kept; only one is told."""
+    capacity = Capacity(num_pages=num_pages, page_tokens=32, max_sequences=4, max_context_tokens=1024)
+    home = Household(residents=(Resident(resident_id=ResidentId("alice")),), capacity=capacity)
+    refused = home.rejected[home.ask("alice", class_id, 5000, max_tokens)]
+    assert refused.limit is not None
+    obeying = home.ask("alice", class_id, refused.limit, max_tokens)
+    home.run_dry()
+    assert obeying not in home.rejected
+    assert home.ask("alice", class_id, refused.limit + 1, max_tokens) in home.rejected

@@ -153,7 +153,7 @@ class GgufSource:
         self._progress(
             f"{self._name or backend.info.name} is ready after {time.perf_counter() - started:.1f} s: "
             f"{model.path}, {backend.capacity.num_pages} pages of {backend.capacity.page_tokens} tokens, "
-            f"{backend.capacity.max_context_tokens} tokens per request at most, "
+            f"a context of {backend.capacity.max_context_tokens} tokens, "
             f"{self._threads} thread(s), {library.provider.package} {library.provider.version}"
         )
         return backend
