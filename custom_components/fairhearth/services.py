@@ -325,6 +325,13 @@ def _coordinator(call: ServiceCall) -> FairhearthCoordinator:
     entries: list[FairhearthConfigEntry] = call.hass.config_entries.async_loaded_entries(DOMAIN)
     entry_id = call.data.get(ATTR_CONFIG_ENTRY_ID)
     if entry_id is not None:
+        entry = call.hass.config_entries.async_get_entry(entry_id)
+        if entry is None or entry.domain != DOMAIN:
+            raise ServiceValidationError(
+                translation_domain=DOMAIN,
+                translation_key="no_such_engine",
+                translation_placeholders={"entry": entry_id},
+            )
         entries = [entry for entry in entries if entry.entry_id == entry_id]
     if not entries:
         raise ServiceValidationError(translation_domain=DOMAIN, translation_key="no_engine")

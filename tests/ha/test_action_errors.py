@@ -124,8 +124,12 @@ async def test_over_rest_a_mistake_is_a_bad_request_and_not_logged(
 async def test_an_engine_that_there_is_not_is_the_callers_mistake(
     hass: HomeAssistant, loaded: MockConfigEntry, action: str, data: dict[str, Any]
 ) -> None:
-    with pytest.raises(ServiceValidationError):
-        await call(hass, action, config_entry_id="other", **data)
+    MockConfigEntry(domain="sun", entry_id="sun").add_to_hass(hass)
+    for entry_id in ("other", "sun"):
+        with pytest.raises(ServiceValidationError, match=f"no engine with the entry {entry_id}"):
+            await call(hass, action, config_entry_id=entry_id, **data)
     await hass.config_entries.async_unload(loaded.entry_id)
+    with pytest.raises(ServiceValidationError, match="No engine is connected"):
+        await call(hass, action, config_entry_id=loaded.entry_id, **data)
     with pytest.raises(ServiceValidationError, match="No engine is connected"):
         await call(hass, action, **data)
