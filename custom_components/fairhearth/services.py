@@ -231,6 +231,8 @@ async def _async_list_jobs(call: ServiceCall) -> ServiceResponse:
         )
     except EngineError as err:
         raise as_home_assistant_error(err) from err
+    if resident is not None and not jobs:  # one who was removed may have left some
+        _check_set_up(resident, coordinator)
     return {"jobs": [job_fields(job) for job in jobs]}
 
 
@@ -351,10 +353,8 @@ def _caller(call: ServiceCall, coordinator: FairhearthCoordinator) -> Attributio
     return attribute(origin, rules_of(call.hass, coordinator.config_entry))
 
 
-async def _async_attribution(call: ServiceCall, coordinator: FairhearthCoordinator) -> Attribution:
-    """Return who is charged: the resident who was named where the caller may name one, else who called."""
-    caller = _caller(call, coordinator)
-    resident_id = call.data.get(ATTR_RESIDENT, caller.resident_id)
+def _check_set_up(resident_id: str, coordinator: FairhearthCoordinator) -> None:
+    """Raise a translated error that names the residents there are, where this is none of them."""
     if resident_id not in coordinator.data.residents:
         raise ServiceValidationError(
             translation_domain=DOMAIN,
@@ -364,6 +364,13 @@ async def _async_attribution(call: ServiceCall, coordinator: FairhearthCoordinat
                 "residents": ", ".join(sorted(coordinator.data.residents)),
             },
         )
+
+
+async def _async_attribution(call: ServiceCall, coordinator: FairhearthCoordinator) -> Attribution:
+    """Return who is charged: the resident who was named where the caller may name one, else who called."""
+    caller = _caller(call, coordinator)
+    resident_id = call.data.get(ATTR_RESIDENT, caller.resident_id)
+    _check_set_up(resident_id, coordinator)
     may_act_for_others = await _async_may_act_for_others(call)
     if resident_id != caller.resident_id and not may_act_for_others:
         raise Unauthorized(context=call.context)

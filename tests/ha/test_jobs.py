@@ -212,3 +212,21 @@ async def test_whatever_is_given_for_a_job_that_there_is_not(
 ) -> None:
     with pytest.raises(ServiceValidationError, match="no such job"):
         await call(hass, action, job_id=job_id)
+
+
+@pytest.mark.parametrize(("action", "data"), [("submit_summary", {"text": "x"}), ("list_jobs", {})])
+async def test_a_resident_who_is_not_set_up_is_named_with_those_who_are(
+    hass: HomeAssistant, engine: FakeEngine, action: str, data: dict[str, Any]
+) -> None:
+    with pytest.raises(ServiceValidationError, match=r"no resident zoe\. Set up are: alice, guest, house"):
+        await call(hass, action, resident="zoe", **data)
+    assert (await call(hass, "list_jobs", resident="alice")) == {"jobs": []}
+
+
+async def test_the_jobs_of_a_resident_who_was_removed_are_listed(
+    hass: HomeAssistant, engine: FakeEngine
+) -> None:
+    await call(hass, "submit_summary", text="x", resident="alice")
+    engine.jobs["job-1"]["resident"] = "zoe"
+    (job,) = (await call(hass, "list_jobs", resident="zoe"))["jobs"]
+    assert job["job_id"] == "job-1"
