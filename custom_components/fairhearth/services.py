@@ -6,6 +6,7 @@ administrator, or the home itself: automations without a user are written by adm
 
 from __future__ import annotations
 
+import json
 from contextlib import aclosing
 from typing import Final
 
@@ -74,6 +75,18 @@ SUMMARY_INSTRUCTIONS: Final = (
     "nothing. Answer in the language of the text."
 )
 
+
+def _policy_table(value: object) -> JsonObject:
+    """Return a table of the policy; raise Invalid where something in it cannot be sent, such as a date."""
+    if not isinstance(value, dict):
+        raise probatio.Invalid("expected a table of the policy's keys")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as err:
+        raise probatio.Invalid(f"a value of the policy cannot be sent: {err}") from err
+    return value
+
+
 _ENGINE: Final = {probatio.Optional(ATTR_CONFIG_ENTRY_ID): cv.string}
 _ORDER: Final = {
     **_ENGINE,
@@ -106,7 +119,7 @@ SET_POLICY_SCHEMA: Final = probatio.Schema(
     probatio.All(
         {
             **_ENGINE,
-            probatio.Optional(ATTR_POLICY): dict,
+            probatio.Optional(ATTR_POLICY): _policy_table,
             probatio.Optional(ATTR_REVISION): probatio.All(probatio.Coerce(int), probatio.Range(min=0)),
             probatio.Optional(ATTR_NOTE): probatio.All(cv.string, probatio.Length(max=MAX_NOTE_CHARACTERS)),
             probatio.Optional(ATTR_FROM_DEFAULTS, default=False): cv.boolean,
@@ -120,7 +133,7 @@ REHEARSE_SCHEMA: Final = probatio.Schema(
     {
         **_ENGINE,
         probatio.Required(ATTR_SCENARIO): cv.string,
-        probatio.Optional(ATTR_POLICY, default=dict): dict,
+        probatio.Optional(ATTR_POLICY, default=dict): _policy_table,
         probatio.Optional(ATTR_SEEDS, default=1): probatio.All(
             probatio.Coerce(int), probatio.Range(min=1, max=MAX_SEEDS)
         ),
