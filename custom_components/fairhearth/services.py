@@ -255,6 +255,9 @@ async def _async_set_policy(call: ServiceCall) -> ServiceResponse:
     if not await _async_may_act_for_others(call):
         raise Unauthorized(context=call.context)
     changes = call.data.get(ATTR_POLICY)
+    if call.data[ATTR_DRY_RUN] and (changes is None or call.data[ATTR_FROM_DEFAULTS]):
+        # The engine tries changes of the policy in force alone; the rest would be made.
+        raise ServiceValidationError(translation_domain=DOMAIN, translation_key="cannot_be_tried")
     try:
         if changes is None:
             policy = await coordinator.async_roll_back_policy(call.data[ATTR_REVISION])

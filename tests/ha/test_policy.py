@@ -75,6 +75,15 @@ async def test_what_the_engine_does_not_know_is_named(
     assert len(engine.policies) == 1
 
 
+@pytest.mark.parametrize("data", [{"revision": 0}, {"policy": {"max_skips": 2}, "from_defaults": True}])
+async def test_nothing_is_changed_by_trying_what_cannot_be_tried(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry, data: dict[str, Any]
+) -> None:
+    with pytest.raises(ServiceValidationError, match="Only changes of the current policy can be tried"):
+        await set_policy(hass, dry_run=True, **data)
+    assert len(engine.policies) == 1
+
+
 @pytest.mark.parametrize(
     "data",
     [
