@@ -14,7 +14,7 @@ from homeassistant.components.ai_task.evaluation import EvaluationAnswer
 from homeassistant.config_entries import ConfigSubentry
 from homeassistant.const import CONF_MODEL
 from homeassistant.core import Context, HomeAssistant, callback
-from homeassistant.exceptions import HomeAssistantError
+from homeassistant.exceptions import HomeAssistantError, ServiceValidationError
 from homeassistant.helpers.entity_platform import AddConfigEntryEntitiesCallback
 from homeassistant.util import slugify
 from homeassistant.util.json import JsonValueType, json_loads
@@ -108,7 +108,7 @@ class FairhearthAITask(ai_task.AITaskEntity, FairhearthLLMEntity):
         for key, question in task.questions.items():
             num_alternatives = len(alternatives_of(question))
             if num_alternatives > MOST_ALTERNATIVES:
-                raise HomeAssistantError(
+                raise ServiceValidationError(
                     translation_domain=DOMAIN,
                     translation_key="too_many_alternatives",
                     translation_placeholders={"question": key, "most": str(MOST_ALTERNATIVES)},

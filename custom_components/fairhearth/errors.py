@@ -10,7 +10,7 @@ import math
 from typing import Final
 
 from homeassistant.core import HomeAssistant
-from homeassistant.exceptions import HomeAssistantError
+from homeassistant.exceptions import HomeAssistantError, ServiceValidationError
 from homeassistant.helpers.translation import async_get_cached_translations, async_get_translations
 
 from .const import DOMAIN
@@ -71,6 +71,20 @@ _KEYS: Final[dict[type[EngineError], str]] = {
     MethodNotAllowed: "not_supported",
 }
 
+_CALLERS: Final = (
+    InvalidRequest,
+    UnknownResident,
+    UnknownModel,
+    UnknownJob,
+    NotFound,
+    MethodNotAllowed,
+    IdempotencyConflict,
+    PromptTooLong,
+    RequestTooLarge,
+    NotSupported,
+)
+"""The engine works and says that it was asked for what there is not or cannot be: no failure to log."""
+
 
 def translation_key(err: EngineError) -> str:
     """Return the key in `exceptions` of the translations that fits the error."""
@@ -79,9 +93,14 @@ def translation_key(err: EngineError) -> str:
 
 
 def as_home_assistant_error(
-    err: EngineError, kind: type[HomeAssistantError] = HomeAssistantError
+    err: EngineError, kind: type[HomeAssistantError] | None = None
 ) -> HomeAssistantError:
-    """Return the translated error to raise instead (`raise as_home_assistant_error(err) from err`)."""
+    """Return the translated error to raise instead (`raise as_home_assistant_error(err) from err`).
+
+    Without a kind, what the caller can mend is a ServiceValidationError, and the rest a HomeAssistantError.
+    """
+    if kind is None:
+        kind = ServiceValidationError if isinstance(err, _CALLERS) else HomeAssistantError
     return kind(
         translation_domain=DOMAIN,
         translation_key=translation_key(err),

@@ -12,7 +12,7 @@ from typing import Final
 
 from homeassistant.components import conversation
 from homeassistant.core import HomeAssistant
-from homeassistant.exceptions import HomeAssistantError
+from homeassistant.exceptions import HomeAssistantError, ServiceValidationError
 
 from .const import DOMAIN
 from .engine_client import MAX_PICTURE_BYTES, PICTURE_TYPES, Picture
@@ -27,7 +27,7 @@ async def async_pictures_of(
     wanted = list(attachments)
     for attachment in wanted:
         if attachment.mime_type not in PICTURE_TYPES:
-            raise HomeAssistantError(
+            raise ServiceValidationError(
                 translation_domain=DOMAIN,
                 translation_key="attachment_not_a_picture",
                 translation_placeholders={
@@ -55,7 +55,7 @@ def _read(attachment: conversation.Attachment) -> Picture:
             },
         ) from err
     if is_too_large:
-        raise HomeAssistantError(
+        raise ServiceValidationError(
             translation_domain=DOMAIN,
             translation_key="attachment_too_large",
             translation_placeholders={

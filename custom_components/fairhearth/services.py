@@ -6,6 +6,7 @@ administrator, or the home itself: automations without a user are written by adm
 
 from __future__ import annotations
 
+import json
 from contextlib import aclosing
 from typing import Final
 
@@ -74,6 +75,18 @@ SUMMARY_INSTRUCTIONS: Final = (
     "nothing. Answer in the language of the text."
 )
 
+
+def _policy_table(value: object) -> JsonObject:
+    """Return a table of the policy; raise Invalid where something in it cannot be sent, such as a date."""
+    if not isinstance(value, dict):
+        raise probatio.Invalid("expected a table of the policy's keys")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as err:
+        raise probatio.Invalid(f"a value of the policy cannot be sent: {err}") from err
+    return value
+
+
 _ENGINE: Final = {probatio.Optional(ATTR_CONFIG_ENTRY_ID): cv.string}
 _ORDER: Final = {
     **_ENGINE,
@@ -106,7 +119,7 @@ SET_POLICY_SCHEMA: Final = probatio.Schema(
     probatio.All(
         {
             **_ENGINE,
-            probatio.Optional(ATTR_POLICY): dict,
+            probatio.Optional(ATTR_POLICY): _policy_table,
             probatio.Optional(ATTR_REVISION): probatio.All(probatio.Coerce(int), probatio.Range(min=0)),
             probatio.Optional(ATTR_NOTE): probatio.All(cv.string, probatio.Length(max=MAX_NOTE_CHARACTERS)),
             probatio.Optional(ATTR_FROM_DEFAULTS, default=False): cv.boolean,
@@ -120,7 +133,7 @@ REHEARSE_SCHEMA: Final = probatio.Schema(
     {
         **_ENGINE,
         probatio.Required(ATTR_SCENARIO): cv.string,
-        probatio.Optional(ATTR_POLICY, default=dict): dict,
+        probatio.Optional(ATTR_POLICY, default=dict): _policy_table,
         probatio.Optional(ATTR_SEEDS, default=1): probatio.All(
             probatio.Coerce(int), probatio.Range(min=1, max=MAX_SEEDS)
         ),
@@ -231,6 +244,8 @@ async def _async_list_jobs(call: ServiceCall) -> ServiceResponse:
         )
     except EngineError as err:
         raise as_home_assistant_error(err) from err
+    if resident is not None and not jobs:  # one who was removed may have left some
+        _check_set_up(resident, coordinator)
     return {"jobs": [job_fields(job) for job in jobs]}
 
 
@@ -240,6 +255,9 @@ async def _async_set_policy(call: ServiceCall) -> ServiceResponse:
     if not await _async_may_act_for_others(call):
         raise Unauthorized(context=call.context)
     changes = call.data.get(ATTR_POLICY)
+    if call.data[ATTR_DRY_RUN] and (changes is None or call.data[ATTR_FROM_DEFAULTS]):
+        # The engine tries changes of the policy in force alone; the rest would be made.
+        raise ServiceValidationError(translation_domain=DOMAIN, translation_key="cannot_be_tried")
     try:
         if changes is None:
             policy = await coordinator.async_roll_back_policy(call.data[ATTR_REVISION])
@@ -325,6 +343,13 @@ def _coordinator(call: ServiceCall) -> FairhearthCoordinator:
     entries: list[FairhearthConfigEntry] = call.hass.config_entries.async_loaded_entries(DOMAIN)
     entry_id = call.data.get(ATTR_CONFIG_ENTRY_ID)
     if entry_id is not None:
+        entry = call.hass.config_entries.async_get_entry(entry_id)
+        if entry is None or entry.domain != DOMAIN:
+            raise ServiceValidationError(
+                translation_domain=DOMAIN,
+                translation_key="no_such_engine",
+                translation_placeholders={"entry": entry_id},
+            )
         entries = [entry for entry in entries if entry.entry_id == entry_id]
     if not entries:
         raise ServiceValidationError(translation_domain=DOMAIN, translation_key="no_engine")
@@ -344,10 +369,8 @@ def _caller(call: ServiceCall, coordinator: FairhearthCoordinator) -> Attributio
     return attribute(origin, rules_of(call.hass, coordinator.config_entry))
 
 
-async def _async_attribution(call: ServiceCall, coordinator: FairhearthCoordinator) -> Attribution:
-    """Return who is charged: the resident who was named where the caller may name one, else who called."""
-    caller = _caller(call, coordinator)
-    resident_id = call.data.get(ATTR_RESIDENT, caller.resident_id)
+def _check_set_up(resident_id: str, coordinator: FairhearthCoordinator) -> None:
+    """Raise a translated error that names the residents there are, where this is none of them."""
     if resident_id not in coordinator.data.residents:
         raise ServiceValidationError(
             translation_domain=DOMAIN,
@@ -357,6 +380,13 @@ async def _async_attribution(call: ServiceCall, coordinator: FairhearthCoordinat
                 "residents": ", ".join(sorted(coordinator.data.residents)),
             },
         )
+
+
+async def _async_attribution(call: ServiceCall, coordinator: FairhearthCoordinator) -> Attribution:
+    """Return who is charged: the resident who was named where the caller may name one, else who called."""
+    caller = _caller(call, coordinator)
+    resident_id = call.data.get(ATTR_RESIDENT, caller.resident_id)
+    _check_set_up(resident_id, coordinator)
     may_act_for_others = await _async_may_act_for_others(call)
     if resident_id != caller.resident_id and not may_act_for_others:
         raise Unauthorized(context=call.context)

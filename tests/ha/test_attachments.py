@@ -16,7 +16,7 @@ from engine_service import errors as sent
 from engine_service.protocol import MAX_PICTURE_BYTES as MOST_READ, PICTURE_TYPES as TYPES_READ
 from homeassistant.components.ai_task import AITaskEntityFeature
 from homeassistant.core import HomeAssistant
-from homeassistant.exceptions import HomeAssistantError
+from homeassistant.exceptions import HomeAssistantError, ServiceValidationError
 from homeassistant.setup import async_setup_component
 from tests.ha.conftest import until
 from tests.ha.fake_engine import Answer, FakeEngine
@@ -115,7 +115,7 @@ async def test_questions_are_answered_from_a_picture(hass: HomeAssistant, engine
 @pytest.mark.usefixtures("media", "loaded")
 async def test_a_model_that_sees_nothing_is_offered_nothing(hass: HomeAssistant, engine: FakeEngine) -> None:
     assert not offers(hass)
-    with pytest.raises(HomeAssistantError, match="does not support attachments"):
+    with pytest.raises(ServiceValidationError, match="does not support attachments"):
         await look(hass, **attached("hall.png"))
     assert engine.chats == []
 
@@ -149,11 +149,11 @@ async def test_an_engine_that_comes_back_with_another_model_is_offered_what_it_c
 async def test_what_is_no_picture_is_named(hass: HomeAssistant, engine: FakeEngine, media: Path) -> None:
     (media / "song.mp3").write_bytes(b"ID3")
     with pytest.raises(
-        HomeAssistantError, match=r"song\.mp3 is of the type audio/mpeg.*image/png, image/jpeg"
+        ServiceValidationError, match=r"song\.mp3 is of the type audio/mpeg.*image/png, image/jpeg"
     ):
         await look(hass, **attached("song.mp3", kind="audio/mpeg"))
     (media / "large.png").write_bytes(bytes(MAX_PICTURE_BYTES + 1))
-    with pytest.raises(HomeAssistantError, match=r"large\.png is larger than 8 MB"):
+    with pytest.raises(ServiceValidationError, match=r"large\.png is larger than 8 MB"):
         await look(hass, **attached("large.png"))
     (media / "folder.png").mkdir()
     with pytest.raises(HomeAssistantError, match=r"folder\.png cannot be read"):
@@ -166,10 +166,10 @@ async def test_a_picture_that_the_engine_cannot_use_is_told_in_its_words(
     hass: HomeAssistant, engine: FakeEngine
 ) -> None:
     engine.answers.append(Answer(refusal=sent.InvalidRequest("picture 1 cannot be used: it is damaged")))
-    with pytest.raises(HomeAssistantError, match="picture 1 cannot be used: it is damaged"):
+    with pytest.raises(ServiceValidationError, match="picture 1 cannot be used: it is damaged"):
         await look(hass, **attached("hall.png"))
     engine.answers.append(Answer(refusal=sent.NotSupported("the model cannot look at pictures")))
-    with pytest.raises(HomeAssistantError, match="does not offer that: the model cannot look"):
+    with pytest.raises(ServiceValidationError, match="does not offer that: the model cannot look"):
         await look(hass, **attached("hall.png"))
 
 

@@ -12,7 +12,7 @@ from custom_components.fairhearth.evaluation import odds_of
 from engine_service import errors as sent
 from homeassistant.components import ai_task
 from homeassistant.core import Context, HomeAssistant
-from homeassistant.exceptions import HomeAssistantError
+from homeassistant.exceptions import HomeAssistantError, ServiceValidationError
 from tests.ha.fake_engine import Answer, FakeEngine, caller_of
 
 pytestmark = pytest.mark.usefixtures("loaded")
@@ -86,7 +86,7 @@ async def test_a_model_that_names_no_alternative_gave_no_answer(
 
 async def test_too_many_alternatives_are_named(hass: HomeAssistant, engine: FakeEngine) -> None:
     many = {**MESS, "criteria": [f"level {number}" for number in range(21)]}
-    with pytest.raises(HomeAssistantError, match="question many has more than 20 alternatives"):
+    with pytest.raises(ServiceValidationError, match="question many has more than 20 alternatives"):
         await evaluate(hass, many=many)
     assert engine.chats == []
 

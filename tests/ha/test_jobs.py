@@ -12,7 +12,7 @@ from custom_components.fairhearth.const import DOMAIN, EVENT_JOB_ENDED
 from custom_components.fairhearth.services import SUMMARY_INSTRUCTIONS
 from homeassistant.auth.models import User
 from homeassistant.core import Context, HomeAssistant
-from homeassistant.exceptions import HomeAssistantError, Unauthorized
+from homeassistant.exceptions import ServiceValidationError, Unauthorized
 from homeassistant.setup import async_setup_component
 from tests.ha.conftest import until
 from tests.ha.fake_engine import FakeEngine
@@ -91,7 +91,7 @@ async def test_a_job_is_followed_read_and_listed(hass: HomeAssistant, engine: Fa
 async def test_a_job_is_cancelled(hass: HomeAssistant, engine: FakeEngine) -> None:
     await call(hass, "submit_summary", text="A long day.")
     assert (await call(hass, "cancel_job", job_id="job-1"))["state"] == "cancelled"
-    with pytest.raises(HomeAssistantError, match="no such job"):
+    with pytest.raises(ServiceValidationError, match="no such job"):
         await call(hass, "cancel_job", job_id="job-9")
 
 
@@ -201,5 +201,32 @@ async def test_an_engine_without_jobs_says_so(hass: HomeAssistant, engine: FakeE
         ("list_jobs", {}),
         ("get_job", {"job_id": "job-1"}),
     ):
-        with pytest.raises(HomeAssistantError, match="does not offer that"):
+        with pytest.raises(ServiceValidationError, match="does not offer that"):
             await call(hass, action, **data)
+
+
+@pytest.mark.parametrize("job_id", ["job-99", "stream", "", "..", "a/b", "job 1", "x" * 5000])
+@pytest.mark.parametrize("action", ["get_job", "cancel_job"])
+async def test_whatever_is_given_for_a_job_that_there_is_not(
+    hass: HomeAssistant, action: str, job_id: str
+) -> None:
+    with pytest.raises(ServiceValidationError, match="no such job"):
+        await call(hass, action, job_id=job_id)
+
+
+@pytest.mark.parametrize(("action", "data"), [("submit_summary", {"text": "x"}), ("list_jobs", {})])
+async def test_a_resident_who_is_not_set_up_is_named_with_those_who_are(
+    hass: HomeAssistant, engine: FakeEngine, action: str, data: dict[str, Any]
+) -> None:
+    with pytest.raises(ServiceValidationError, match=r"no resident zoe\. Set up are: alice, guest, house"):
+        await call(hass, action, resident="zoe", **data)
+    assert (await call(hass, "list_jobs", resident="alice")) == {"jobs": []}
+
+
+async def test_the_jobs_of_a_resident_who_was_removed_are_listed(
+    hass: HomeAssistant, engine: FakeEngine
+) -> None:
+    await call(hass, "submit_summary", text="x", resident="alice")
+    engine.jobs["job-1"]["resident"] = "zoe"
+    (job,) = (await call(hass, "list_jobs", resident="zoe"))["jobs"]
+    assert job["job_id"] == "job-1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import probatio
@@ -14,7 +15,7 @@ from custom_components.fairhearth.engine_client.policy import table_from_wire
 from custom_components.fairhearth.select import FAIRNESS_GOALS
 from engine_service.scheduling.model import FairnessGoal
 from homeassistant.core import Context, HomeAssistant
-from homeassistant.exceptions import HomeAssistantError, Unauthorized
+from homeassistant.exceptions import HomeAssistantError, ServiceValidationError, Unauthorized
 from tests.ha.conftest import until
 from tests.ha.fake_engine import FakeEngine
 
@@ -67,14 +68,33 @@ async def test_a_policy_is_changed_tried_and_taken_back(
 async def test_what_the_engine_does_not_know_is_named(
     hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
 ) -> None:
-    with pytest.raises(HomeAssistantError, match="fairnes"):
+    with pytest.raises(ServiceValidationError, match="fairnes"):
         await set_policy(hass, policy={"fairnes": "waiting"})
-    with pytest.raises(HomeAssistantError, match="no revision 7"):
+    with pytest.raises(ServiceValidationError, match="no revision 7"):
         await set_policy(hass, revision=7)
     assert len(engine.policies) == 1
 
 
-@pytest.mark.parametrize("data", [{}, {"policy": {}, "revision": 0}, {"revision": -1}, {"policy": "waiting"}])
+@pytest.mark.parametrize("data", [{"revision": 0}, {"policy": {"max_skips": 2}, "from_defaults": True}])
+async def test_nothing_is_changed_by_trying_what_cannot_be_tried(
+    hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry, data: dict[str, Any]
+) -> None:
+    with pytest.raises(ServiceValidationError, match="Only changes of the current policy can be tried"):
+        await set_policy(hass, dry_run=True, **data)
+    assert len(engine.policies) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"policy": {}, "revision": 0},
+        {"revision": -1},
+        {"policy": "waiting"},
+        {"policy": {"fairness": date(2026, 11, 30)}},
+        {"policy": {"classes": {"voice": {"max_wait_s": float("nan")}}}},
+    ],
+)
 async def test_what_cannot_be_is_refused(
     hass: HomeAssistant, loaded: MockConfigEntry, data: dict[str, Any]
 ) -> None:

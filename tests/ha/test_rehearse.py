@@ -12,7 +12,7 @@ from custom_components.fairhearth.const import DOMAIN
 from custom_components.fairhearth.services import MAX_SEEDS
 from engine_service.protocol import MAX_REHEARSED_SEEDS
 from homeassistant.core import Context, HomeAssistant
-from homeassistant.exceptions import HomeAssistantError, Unauthorized
+from homeassistant.exceptions import ServiceValidationError, Unauthorized
 from tests.ha.fake_engine import FakeEngine, golden
 
 
@@ -39,10 +39,12 @@ async def test_the_verdict_is_returned(
 async def test_a_scenario_that_there_is_not_is_named(
     hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
 ) -> None:
-    with pytest.raises(HomeAssistantError, match="no scenario 'nope'"):
+    with pytest.raises(ServiceValidationError, match="no scenario 'nope'"):
         await rehearse(hass, scenario="nope")
     with pytest.raises(probatio.Invalid):
         await rehearse(hass, scenario="kitchen_light", seeds=MAX_SEEDS + 1)
+    with pytest.raises(probatio.Invalid, match="cannot be sent"):
+        await rehearse(hass, scenario="kitchen_light", policy={"max_skips": {1, 2}})
 
 
 async def test_only_administrators_and_automations_may(

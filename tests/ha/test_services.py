@@ -112,7 +112,7 @@ async def test_a_resident_who_is_not_set_up_is_named_with_those_who_are(
 async def test_without_an_engine_it_says_so(
     hass: HomeAssistant, engine: FakeEngine, loaded: MockConfigEntry
 ) -> None:
-    with pytest.raises(ServiceValidationError, match="No engine is connected"):
+    with pytest.raises(ServiceValidationError, match="no engine with the entry other"):
         await generate(hass, config_entry_id="other")
     await hass.config_entries.async_unload(loaded.entry_id)
     with pytest.raises(ServiceValidationError, match="No engine is connected"):

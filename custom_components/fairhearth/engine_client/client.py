@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Final
@@ -17,7 +18,7 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
-from .errors import CannotConnect, ProtocolError, error_from_wire
+from .errors import CannotConnect, ProtocolError, UnknownJob, error_from_wire
 from .fairness import FairnessSnapshot
 from .jobs import Job, JobOrder, jobs_from_wire
 from .policy import Policy, table_from_wire
@@ -50,6 +51,9 @@ REHEARSAL_TIMEOUT_S: Final = 150.0
 
 SILENCE_TIMEOUT_S: Final = 40.0
 """Every stream says something at least every 15 s, if only that it is alive; twice missed is lost."""
+
+MAX_ID_SHOWN: Final = 64
+"""Most characters of an id, which somebody may have mistaken for a text, in a message."""
 
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 """A longer line is no message of the contract."""
@@ -171,7 +175,7 @@ class EngineClient:
 
     async def job(self, job_id: str) -> Job:
         """Return a job with its text; raise UnknownJob where there is none."""
-        return Job.from_wire(await self._ask("GET", "v1", "jobs", job_id))
+        return Job.from_wire(await self._ask("GET", "v1", "jobs", _in_address(job_id)))
 
     async def jobs(
         self, *, state: str | None = None, resident: str | None = None, limit: int | None = None
@@ -183,7 +187,7 @@ class EngineClient:
 
     async def cancel_job(self, job_id: str) -> Job:
         """Cancel a job and return how it stands now; one that has ended stays as it is."""
-        return Job.from_wire(await self._ask("DELETE", "v1", "jobs", job_id))
+        return Job.from_wire(await self._ask("DELETE", "v1", "jobs", _in_address(job_id)))
 
     async def job_stream(self) -> AsyncGenerator[Job]:
         """Yield every job that has not ended once, then each change, until the engine ends the stream."""
@@ -280,6 +284,13 @@ class EngineClient:
             raise CannotConnect(f"the engine at {self._url} has gone silent") from err
         except aiohttp.ClientError as err:
             raise CannotConnect(_reason(self._url, err)) from err
+
+
+def _in_address(job_id: str) -> str:
+    """Return the id of a job; raise UnknownJob for what would lead to another address than a job's."""
+    if job_id == "stream" or re.fullmatch(r"[\w-]+", job_id) is None:
+        raise UnknownJob(f"there is no job {job_id[:MAX_ID_SHOWN]!r}")
+    return job_id
 
 
 def _policy_change(changes: JsonObject, note: str | None) -> JsonObject:
