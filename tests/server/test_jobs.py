@@ -315,6 +315,7 @@ async def test_an_engine_that_cannot_keep_jobs_says_so_and_serves_the_rest(
         refused: Answer = await home.ask("POST", "/v1/jobs", {"request": order()})
         assert (refused.status, refused.error["code"]) == (503, "storage_unavailable")
         assert "jobs.sqlite3: the jobs cannot be opened" in refused.error["message"]
+        assert (refused.error["retry_after_s"], refused.headers["Retry-After"]) == (5, "5")
         assert (await home.chat(max_tokens=1)).status == 200
 
 
