@@ -72,7 +72,7 @@ class JobDesk:
                 raise
         except StorageUnavailable as error:
             if error.message != self._reason.message:  # the same again and again would only fill the log
-                _LOGGER.error("No jobs are taken: %s; next try in %g s", error.message, self._retry_s)
+                _LOGGER.error("No jobs are taken: %s; tried again every %g s", error.message, self._retry_s)
             self._reason = StorageUnavailable(error.message, retry_after_s=self._retry_s)
             return False
         self._runner, self._teller = runner, teller
