@@ -903,14 +903,15 @@ _PREFIX: Final = table(
 )
 
 MAX_ROLLING_WINDOW_S: Final = 31 * 86_400
+MAX_QUOTA_TOKENS: Final = 10**12  #: more than any engine writes in a window; above it a slip, not a limit
 
 _RESIDENT: Final = table(
     {
         vol.Optional("name"): or_none(line(at_least=1, at_most=128)),
         vol.Optional("weight"): whole_number(1, 1_000_000),
-        vol.Optional("daily_tokens"): or_none(whole_number(1)),
+        vol.Optional("daily_tokens"): or_none(whole_number(1, MAX_QUOTA_TOKENS)),
         vol.Optional("daily_is_hard"): boolean,
-        vol.Optional("rolling_tokens"): or_none(whole_number(1)),
+        vol.Optional("rolling_tokens"): or_none(whole_number(1, MAX_QUOTA_TOKENS)),
         vol.Optional("rolling_window_s"): number(1, MAX_ROLLING_WINDOW_S),
         vol.Optional("rolling_is_hard"): boolean,
         vol.Optional("page_cap"): or_none(whole_number(1)),
@@ -1278,6 +1279,11 @@ def parse_resident_id(value: str) -> ResidentId:
     if not is_legal:
         raise InvalidRequest(
             f"a resident id is 1 to 64 of a-z, 0-9, '_', '-', '.'; {shown(value)} is not", param="resident"
+        )
+    if value in (".", ".."):
+        raise InvalidRequest(
+            f"a resident id stands in an address, where {shown(value)} means another one; choose another id",
+            param="resident",
         )
     if value == SYSTEM:
         raise InvalidRequest("'system' is the engine's own account; choose another id", param="resident")

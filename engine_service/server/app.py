@@ -51,19 +51,20 @@ async def _errors_as_messages(request: web.Request, handler: Handler) -> web.Str
     try:
         return await handler(request)
     except EngineError as error:
-        return _refusal(error)
+        return refusal(error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return _refusal(_translated(error, request))
+        return refusal(_translated(error, request))
     except ConnectionError:
         raise  # nobody is left to answer
     except Exception:
         _LOGGER.exception("%s %s failed", request.method, request.path)
-        return _refusal(EngineError("the engine made a mistake; its log says more"))
+        return refusal(EngineError("the engine made a mistake; its log says more"))
 
 
-def _refusal(error: EngineError) -> web.Response:
+def refusal(error: EngineError) -> web.Response:
+    """Return the answer that says this error."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(0, math.ceil(error.retry_after_s)))

@@ -16,9 +16,11 @@ from engine_service import texts
 from engine_service.chat.chosen import Chosen
 from engine_service.chat.sampling import sampling_for
 from engine_service.engine.sessions import Delta, Finished, Order, Session, SessionEvent
-from engine_service.errors import EngineError, InvalidRequest
+from engine_service.errors import EngineError, InvalidRequest, PromptTooLong
 from engine_service.protocol import ChatRequest, CompletionRequest, Extension, Message, Options
+from engine_service.scheduling.admission import most_tokens_ever
 from engine_service.scheduling.model import RequestId
+from engine_service.scheduling.state import State
 from engine_service.server.meters import Meters
 from engine_service.server.replies import ChatReply, Head, Reply, TextReply
 from engine_service.server.service import Service
@@ -93,6 +95,27 @@ def check_token_ids(model: Chosen, token_ids: tuple[int, ...], param: str) -> No
         raise InvalidRequest(
             f"{param} holds token id {highest}; the model's are 0 to {size - 1}", param=param
         )
+
+
+def check_length(service: Service, plan: Plan, *, names_model: bool) -> None:
+    """Raise PromptTooLong, in the engine's words, for a prompt that no policy could make room for.
+
+    What only the policy of today keeps out may be served once that has changed. Where no model is named,
+    another one may answer by then, so that the largest memory counts.
+    """
+    capacity, length = plan.model.language.capacity, len(plan.order.prompt_ids)
+    possible = [capacity] if names_model else [capacity, *service.engine.capacities]
+    longest = max(min(one.max_context_tokens, one.num_pages * one.page_tokens) for one in possible)
+    if length < longest:
+        return
+    state = State(service.policies.current.policy)
+    state.capacity = capacity
+    most = most_tokens_ever(state, plan.caller.class_id)
+    raise PromptTooLong(
+        f"the prompt has {length} tokens; with room for an answer at most {max(0, most - 1)} fit "
+        "beside what is kept for speech and for pinned prefixes",
+        param="messages",
+    )
 
 
 def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...], model: Chosen) -> Order:

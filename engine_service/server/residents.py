@@ -52,11 +52,10 @@ class ResidentBook:
             raise UnknownResident(f"there is no resident {resident_id!r}; known are {known}", param=param)
 
     async def put(self, entry: NamedResident) -> None:
-        """Add or replace a resident; raise StorageUnavailable where that holds but cannot be kept."""
+        """Add or replace a resident; raise StorageUnavailable where that cannot be kept."""
         async with self._lock:
-            self._all[entry.resident_id] = entry
-            self._kept[entry.resident_id] = entry
-            await self._publish()
+            one = {entry.resident_id: entry}
+            await self._change(self._all | one, kept=self._kept | one)
 
     async def remove(self, resident_id: ResidentId) -> None:
         """Remove a resident; its requests drain.
@@ -67,9 +66,10 @@ class ResidentBook:
             self.check(resident_id, param="resident")
             if resident_id in (GUEST, HOUSE):
                 raise InvalidRequest(f"{resident_id} always exists and cannot be removed", param="resident")
-            del self._all[resident_id]
-            self._kept.pop(resident_id, None)
-            await self._publish()
+            others, kept = self._all.copy(), self._kept.copy()
+            del others[resident_id]
+            kept.pop(resident_id, None)
+            await self._change(others, kept=kept)
 
     async def reconfigure(self, configured: Iterable[NamedResident]) -> None:
         """Take over the settings' residents anew; those set through the API go on winning over them."""
@@ -78,15 +78,18 @@ class ResidentBook:
             self._all = {entry.resident_id: entry for entry in merged(configured, kept)}
             await self._tell_engine()
 
-    async def _publish(self) -> None:
-        """Tell the engine, then keep what changed; a full disk must not stop the household."""
-        await self._tell_engine()
+    async def _change(
+        self, residents: dict[ResidentId, NamedResident], *, kept: dict[ResidentId, NamedResident]
+    ) -> None:
+        """Keep what changed, then tell the engine: who is told of a failure must find all as it was."""
         try:
-            await asyncio.to_thread(self._state.keep_residents, list(self._kept.values()))
+            await asyncio.to_thread(self._state.keep_residents, list(kept.values()))
         except OSError as error:
             raise StorageUnavailable(
-                f"the residents are changed until the engine ends, but cannot be kept: {error.strerror}"
+                f"the residents cannot be kept ({error.strerror}), and were not changed"
             ) from None
+        self._all, self._kept = residents, kept
+        await self._tell_engine()
 
     async def _tell_engine(self) -> None:
         entries = list(self._all.values())

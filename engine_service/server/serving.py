@@ -20,9 +20,10 @@ from engine_service.engine.loop import Engine
 from engine_service.identity.pairing import PairingDesk
 from engine_service.identity.tokens import TokenBook
 from engine_service.jobs.desk import JobDesk
-from engine_service.server.app import build_app
+from engine_service.server.app import build_app, refusal
 from engine_service.server.auth import Guard
 from engine_service.server.chatwork import ChatWork
+from engine_service.server.connections import Complaints, Connection
 from engine_service.server.meters import Meters
 from engine_service.server.models import ModelDesk
 from engine_service.server.policies import PolicyBook
@@ -110,18 +111,16 @@ async def serving(
     runner = web.AppRunner(
         build_app(service, max_body_bytes=max_body_bytes),
         handler_cancellation=True,
-        access_log=None,
         shutdown_timeout=_CLOSE_S,
-        keepalive_timeout=silence_s,
-        auto_decompress=False,  # a small body could unpack to a huge one; `read_json` refuses packed ones
     )
     await runner.setup()
+    listening: asyncio.Server | None = None
     try:
         await service.engine.start()
         if service.policies.current.number:
             await service.engine.set_policy(service.policies.current.policy)
         await service.jobs.open(ChatWork(service), service.tell)
-        await web.SockSite(runner, bound, ssl_context=tls, backlog=_BACKLOG).start()
+        listening = await _listen(runner, bound, silence_s=silence_s, tls=tls)
         yield
     finally:
         service.stopping.set()
@@ -130,5 +129,29 @@ async def serving(
         await service.jobs.close()  # they go on at the next start; only people's answers may finish now
         await service.engine.stop(drain_s=drain_s)
         await asyncio.sleep(0)  # the last events of drained sessions reach their handlers
+        if listening is not None:
+            listening.close()
         await runner.cleanup()
         await service.changes.settled(within_s=_SETTLE_S)
+
+
+async def _listen(
+    runner: web.AppRunner, bound: socket.socket, *, silence_s: float, tls: ssl.SSLContext | None
+) -> asyncio.Server:
+    """Answer on the socket as aiohttp's own sites do, but by connections of ours."""
+    server, complaints = runner.server, Complaints()
+    assert server is not None  # it is set up
+    loop = asyncio.get_running_loop()
+
+    def connection() -> Connection:
+        return Connection(
+            server,
+            complaints=complaints,
+            refuse=refusal,
+            loop=loop,
+            access_log=None,
+            keepalive_timeout=silence_s,
+            auto_decompress=False,  # a small body could unpack to a huge one; `read_json` refuses packed ones
+        )
+
+    return await loop.create_server(connection, sock=bound, ssl=tls, backlog=_BACKLOG)

@@ -226,6 +226,8 @@ def test_a_wrong_field_of_a_completion_is_named(changes: dict[str, Any], param: 
         ({"weight": 1.5}, "weight"),
         ({"weight": None}, "weight"),
         ({"daily_tokens": 0}, "daily_tokens"),
+        ({"daily_tokens": 10**12 + 1}, "daily_tokens"),
+        ({"rolling_tokens": 10**40}, "rolling_tokens"),
         ({"daily_is_hard": 1}, "daily_is_hard"),
         ({"rolling_tokens": 0}, "rolling_tokens"),
         ({"rolling_window_s": 0}, "rolling_window_s"),
@@ -244,6 +246,25 @@ def test_a_wrong_field_of_a_resident_is_named(body: dict[str, Any], param: str) 
     with pytest.raises(InvalidRequest) as refused:
         protocol.parse_resident_request(body)
     assert refused.value.param == param
+
+
+def test_the_most_tokens_a_resident_may_be_given_are_named() -> None:
+    most = protocol.parse_resident_request({"daily_tokens": 10**12}).daily_tokens
+    assert most == 10**12
+    with pytest.raises(InvalidRequest, match="from 1 to 1000000000000"):
+        protocol.parse_resident_request({"daily_tokens": 10**40})
+
+
+@pytest.mark.parametrize("resident_id", [".", "..", "system", "", "Alice", "a/b", "x" * 65])
+def test_an_id_that_cannot_be_a_resident_is_refused(resident_id: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        protocol.parse_resident_id(resident_id)
+    assert refused.value.param == "resident"
+
+
+@pytest.mark.parametrize("resident_id", ["...", ".a", "a.b", "x" * 64])
+def test_a_point_may_stand_in_an_id(resident_id: str) -> None:
+    assert protocol.parse_resident_id(resident_id) == resident_id
 
 
 @pytest.mark.parametrize("resident_id", ["", "a" * 65, "Alice", "a b", "ä", "a/b", "system"])

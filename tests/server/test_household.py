@@ -51,14 +51,28 @@ def covers(live: Any, wanted: Any, path: str = "") -> None:
         assert live == wanted, path
 
 
-async def test_a_resident_that_cannot_be_kept_is_served_and_told(home: Household, tmp_path: Path) -> None:
-    (tmp_path / "state" / "residents.json").mkdir()  # as little can be written there as on a full disk
-    for method, message in (("PUT", {"weight": 3}), ("DELETE", None)):
-        answer = await home.ask(method, "/v1/residents/bob", message)
+async def test_residents_that_cannot_be_kept_are_not_changed_and_told_so(
+    home: Household, tmp_path: Path
+) -> None:
+    await home.ask("PUT", "/v1/residents/carol", {"weight": 2})
+    before = (await home.ask("GET", "/v1/residents")).json()
+    kept = tmp_path / "state" / "residents.json"
+    kept.rename(tmp_path / "aside")
+    kept.mkdir()  # as little can be written there as on a full disk
+    changes = (("PUT", "bob", {}), ("PUT", "carol", {"weight": 3}), ("DELETE", "carol", None))
+    for method, resident, message in changes:
+        answer = await home.ask(method, f"/v1/residents/{resident}", message)
         assert (answer.status, answer.error["code"]) == (503, "storage_unavailable")
-        assert "cannot be kept" in answer.error["message"]
-        residents = (await home.ask("GET", "/v1/residents")).json()["residents"]
-        assert ("bob" in [entry["id"] for entry in residents]) == (method == "PUT")
+        assert answer.error["message"].endswith(", and were not changed")
+        assert (await home.ask("GET", "/v1/residents")).json() == before
+        living = (await home.ask("GET", "/v1/fairness")).json()["residents"]
+        assert "bob" not in living
+        assert "carol" in living
+    kept.rmdir()
+    for method, resident, message in changes:
+        assert (await home.ask(method, f"/v1/residents/{resident}", message)).status in (200, 204)
+    listed = (await home.ask("GET", "/v1/residents")).json()["residents"]
+    assert {"bob", "carol"} & {entry["id"] for entry in listed} == {"bob"}
 
 
 @pytest.mark.parametrize(

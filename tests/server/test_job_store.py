@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 import sys
@@ -158,6 +159,45 @@ async def test_a_file_that_fails_at_the_start_is_closed_again(
     with pytest.raises(ValueError, match=r"[Cc]losed|no active connection"):
         await opened[0].open_jobs()
     await desk.close()
+
+
+async def test_jobs_that_could_not_be_opened_are_opened_as_soon_as_that_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, aside = tmp_path / "jobs.sqlite3", tmp_path / "aside"
+    store = await JobStore.open(path)
+    await store.submit(a_job())
+    await store.close()
+    path.rename(aside)
+    path.mkdir()  # stands for a full disk: neither lets SQLite open the file
+    desk = JobDesk(path, retry_s=0.02)
+    await desk.open(Pen(), teller_for(()))
+    await asyncio.sleep(0.2)
+    with pytest.raises(StorageUnavailable, match="cannot be opened") as refused:
+        desk.runner  # noqa: B018  (asking is the test)
+    assert refused.value.retry_after_s == 0.02
+    assert len([entry for entry in caplog.records if "No jobs are taken" in entry.message]) == 1
+    path.rmdir()
+    aside.rename(path)
+    job: Job | None = None
+    async with asyncio.timeout(30):
+        while job is None or job.state is not JobState.RUNNING:
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(StorageUnavailable):
+                job = await desk.runner.get("job-1")
+    await desk.close()
+
+
+async def test_jobs_that_cannot_be_opened_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    (path := tmp_path / "jobs.sqlite3").mkdir()
+    desk = JobDesk(path, retry_s=0.01)
+    await desk.open(Pen(), teller_for(()))
+    await desk.close()
+    path.rmdir()
+    await asyncio.sleep(0.1)
+    assert not path.exists()
+    with pytest.raises(StorageUnavailable, match="shutting down"):
+        desk.runner  # noqa: B018  (asking is the test)
 
 
 class SlowDisk(JobStore):

@@ -85,6 +85,27 @@ async def test_the_same_key_is_the_same_job(home: Household) -> None:
     assert (stranger.status, stranger.json()["id"] != first["id"]) == (202, True)
 
 
+@pytest.mark.parametrize("names_model", [False, True])
+async def test_a_job_whose_prompt_can_never_fit_is_refused_as_a_chat_is(
+    home: Household, names_model: bool
+) -> None:
+    more = {"model": home.engine.info.name} if names_model else {}
+    more |= {"fairhearth": {"workload_class": "background"}}
+    chat = await home.chat("word " * 50_000, **more)
+    messages = [{"role": "user", "content": "word " * 50_000}]
+    job = await home.ask("POST", "/v1/jobs", {"request": order(messages=messages, **more)})
+    assert (job.status, job.error["code"], job.error["param"]) == (413, "prompt_too_long", "request.messages")
+    assert job.error["message"] == chat.error["message"]
+    assert (await home.ask("GET", "/v1/jobs")).json()["jobs"] == []
+
+
+async def test_a_job_that_only_the_policy_of_today_keeps_out_is_kept(home: Household) -> None:
+    classes = {"background": {"max_context_tokens": 64}}
+    assert (await home.ask("PATCH", "/v1/policy", {"policy": {"classes": classes}})).status == 200
+    long = [{"role": "user", "content": "word " * 100}]
+    assert (await submitted(home, order(messages=long)))["state"] == "submitted"
+
+
 @pytest.mark.parametrize(
     ("message", "status", "param"),
     [
@@ -315,6 +336,7 @@ async def test_an_engine_that_cannot_keep_jobs_says_so_and_serves_the_rest(
         refused: Answer = await home.ask("POST", "/v1/jobs", {"request": order()})
         assert (refused.status, refused.error["code"]) == (503, "storage_unavailable")
         assert "jobs.sqlite3: the jobs cannot be opened" in refused.error["message"]
+        assert (refused.error["retry_after_s"], refused.headers["Retry-After"]) == (5, "5")
         assert (await home.chat(max_tokens=1)).status == 200
 
 

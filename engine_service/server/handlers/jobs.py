@@ -15,7 +15,7 @@ from engine_service.errors import EngineError, InvalidRequest, UnknownJob
 from engine_service.jobs.model import DEFAULT_KEEP_S, Job, JobState
 from engine_service.protocol import JobRequest, parse_job_request, parse_resident_id
 from engine_service.scheduling.model import WorkloadClass
-from engine_service.server.plans import plan_chat
+from engine_service.server.plans import check_length, plan_chat
 from engine_service.server.replies import job_body
 from engine_service.server.service import (
     CALLER,
@@ -69,6 +69,7 @@ async def _check(service: Service, message: JobRequest, job: Job) -> None:
         )
     try:
         plan = await plan_chat(service, message.chat, job.who)
+        check_length(service, plan, names_model=bool(message.chat.options.model))
         if plan.order.constraint is not None:
             await service.engine.prepare_constraint(plan.order.constraint)
     except EngineError as error:
