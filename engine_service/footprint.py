@@ -28,6 +28,15 @@ CACHE_BITS: Final = {"fp16": 16.0, "q8": 8.5, "q6": 6.5, "q4": 4.5}
 CACHE_STEP: Final = 256
 """Both llama.cpp and ExLlamaV2 make caches of multiples of this (token slots)."""
 
+_UNEVEN: Final = (
+    "attention.sliding_window",
+    "attention.shared_kv",
+    "attention.kv_lora",
+    "attention.value_",
+    "ssm.",
+)
+"""How the keys begin of layers that remember less than two vectors of one width for every token."""
+
 _FIRST_PART: Final = re.compile(r"(?P<prefix>.+-)00001-of-\d{5}\.gguf$")
 
 _GPU_OVERHEAD: Final = 768 * 2**20
@@ -51,6 +60,7 @@ class Footprint:
     parking_bytes: int  #: most host memory that idle conversations are kept in, beside the cache
     page_tokens: int  #: of the backend that runs such files
     rounds_up: bool  #: whether the backend makes up whole steps of CACHE_STEP, or leaves a rest unused
+    is_even: bool  #: whether all layers are of one kind; else the cache takes less than is counted here
 
     def cache_tokens(self, context_tokens: int) -> int:
         """Return the token slots that the backend makes of the setting."""
@@ -115,7 +125,15 @@ def _of_gguf(path: Path) -> Footprint:
         parking_bytes=PARKING_BYTES,
         page_tokens=32,
         rounds_up=True,
+        is_even=not any(_is_of_uneven(key.removeprefix(f"{architecture}."), found[key]) for key in found),
     )
+
+
+def _is_of_uneven(key: str, value: Any) -> bool:
+    """Return whether an entry of the header is one that only models have whose layers differ."""
+    if key in ("attention.head_count_kv", "attention.key_length"):
+        return isinstance(value, list)
+    return key == "full_attention_interval" or key.startswith(_UNEVEN)
 
 
 def _parts(path: Path, found: dict[str, Any]) -> list[Path]:
@@ -156,6 +174,7 @@ def _of_folder(path: Path) -> Footprint:
         parking_bytes=0,
         page_tokens=256,
         rounds_up=False,
+        is_even=False,  # config.json has a name of its own for every kind of mixture
     )
 
 

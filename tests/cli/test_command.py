@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import stat
@@ -14,9 +15,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine_service import __version__
+from engine_service import __version__, opening
+from engine_service.backends.base import Backend, Language, ModelError, Tell
 from engine_service.backends.llama_cpp.provision import default_model_path
+from engine_service.settings import ModelSettings
 from tests.cli.process import TOKEN, command, run
+from tests.cli.test_looking import llama
 
 SIMULATED = ("serve", "--backend", "simulated", "--port", "0")
 
@@ -160,6 +164,70 @@ async def test_a_model_file_that_is_missing_is_named(tmp_path: Path) -> None:
     assert (code, out) == (4, "")
     assert "missing.gguf" in err
     assert "Traceback" not in err
+
+
+async def test_a_cache_larger_than_all_memory_is_refused_as_the_doctor_does(tmp_path: Path) -> None:
+    tokens = 2**30
+    code, out, err = await run(tmp_path, "serve", "--port", "0", "--context-tokens", str(tokens))
+    assert (code, out) == (4, "")
+    assert f"GiB with a cache of {tokens:,} tokens; " in err
+    assert re.search(
+        r"of memory are free; (set model\.context_tokens to \d+ or less|use a smaller model)", err
+    )
+    assert "Traceback" not in err
+
+
+async def test_one_of_several_models_that_can_never_fit_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "fairhearth.toml").write_text(
+        "[[models]]\nname = 'small'\ncontext_tokens = 1024\nrequantise = false\n"
+        f"[[models]]\nname = 'large'\ncontext_tokens = {2**30}\n",
+        encoding="utf-8",
+    )
+    async with command(tmp_path, "serve", "--port", "0") as process:
+        await process.ready()
+        process.signal(signal.SIGTERM)
+        code, _, err = await process.end()
+    assert code == 0
+    assert "The model large cannot be used" in err
+    assert "of memory are free" in err
+
+
+class NeverLoaded:
+    """A source whose model somebody wants to load."""
+
+    def describe(self) -> Language:
+        raise AssertionError
+
+    def open(self, tell: Tell) -> Backend:
+        raise ModelError("it was to be loaded")
+
+
+@pytest.mark.parametrize(
+    ("free", "whole", "more", "told"),
+    [
+        (2**60, 2**60, {}, []),
+        (2**20, 2**60, {}, ["memory may run out"]),
+        (2**20, None, {}, ["memory may run out"]),
+        (2**20, 2**20, {"llama.attention.sliding_window": 512}, ["memory may run out"]),
+    ],
+    ids=["plenty", "tight", "unknown", "layers that remember less"],
+)
+def test_what_may_still_fit_is_loaded_and_told_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    whole: int | None,
+    more: dict[str, int],
+    told: list[str],
+) -> None:
+    monkeypatch.setattr(opening, "available_bytes", lambda: free)
+    monkeypatch.setattr(opening, "whole_bytes", lambda: whole)
+    settings = ModelSettings(path=llama(tmp_path / "some.gguf", **more))
+    progress: list[str] = []
+    source = opening._Measured(NeverLoaded(), settings, progress.append)
+    with pytest.raises(ModelError, match="it was to be loaded"):
+        source.open(lambda _: None)
+    assert [line.partition(":")[0] for line in progress] == told
 
 
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is installed here")
