@@ -219,6 +219,8 @@ def _serve_from(
 ) -> bool:
     """Load the model and serve from a state folder that no other engine uses; return whether it failed."""
     kept = state.residents()
+    state.engine_id()  # says what is wrong with it before the model is loaded
+    state.tell_of_lost_jobs()
     tls = server_context(settings.server)
     if settings.event_log is not None:
         EventLog(settings.event_log).close()  # says what is wrong with it before the model is loaded

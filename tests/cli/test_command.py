@@ -371,6 +371,27 @@ async def test_a_state_folder_that_cannot_be_written_stops_the_start(tmp_path: P
     assert "engine.lock: cannot be written: Is a directory" in err
 
 
+@pytest.mark.parametrize("left", [b"", b"\n", b"0123456789abcdef", b"not an id\n", b"\xff" * 33])
+async def test_an_engine_id_that_is_damaged_is_not_replaced_in_silence(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "engine_id").write_bytes(left)
+    code, out, err = await run(tmp_path, *SIMULATED, "--state-dir", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "engine_id: is damaged" in err
+    assert "delete it to have a new one made" in err
+    assert (tmp_path / "engine_id").read_bytes() == left
+
+
+async def test_an_empty_file_of_jobs_is_told(tmp_path: Path) -> None:
+    (tmp_path / "jobs.sqlite3").touch()
+    for is_told in (True, False):
+        async with command(tmp_path, *SIMULATED, "--state-dir", str(tmp_path)) as process:
+            url = await process.ready()
+            await ask(url, "/v1/jobs")
+            process.signal(signal.SIGTERM)
+            _, _, err = await process.end()
+        assert ("jobs.sqlite3 is empty: the jobs that it held are lost" in err) is is_told
+
+
 async def test_a_port_that_an_engine_holds_is_told_and_nothing_is_made_or_shown(tmp_path: Path) -> None:
     async with command(tmp_path, *SIMULATED) as process:
         port = (await process.ready()).rpartition(":")[2]
