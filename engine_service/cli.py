@@ -95,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ModelError, BackendError) as error:
         return _fail(EXIT_MODEL, str(error))
     except KeyboardInterrupt:
-        return _fail(130, "interrupted before the engine was ready")
+        is_serving = parsed.command == "serve"
+        return _fail(130, "interrupted" + (" before the engine was ready" if is_serving else ""))
 
 
 def _fail(code: int, message: str) -> int:

@@ -8,6 +8,8 @@ import re
 import signal
 import socket
 import stat
+import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine_service import __version__, opening
+from engine_service import __main__, __version__, cli, opening
 from engine_service.backends.base import Backend, Language, ModelError, Tell
 from engine_service.backends.llama_cpp.provision import default_model_path
 from engine_service.settings import ModelSettings
+from engine_service.simulator import command as simulator
 from tests.cli.process import TOKEN, command, run
 from tests.cli.test_looking import llama
 
@@ -428,6 +431,42 @@ async def test_log_lines_can_be_json(tmp_path: Path) -> None:
     ended = next(line for line in lines if line["message"].startswith("Request r000001 "))
     assert ended["message"] == "Request r000001 of guest (chat) finished"
     assert (ended["request_id"], ended["resident"], ended["workload_class"]) == ("r000001", "guest", "chat")
+
+
+class Interrupted:
+    """An import system in which somebody presses Ctrl-C while the command is being read."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "engine_service.cli":
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_the_command_is_being_read_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "engine_service.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert __main__.main() == 130
+    assert capsys.readouterr().err == "fairhearth: interrupted\n"
+
+
+def test_the_installed_command_begins_where_an_interrupt_is_heard() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"fairhearth": "engine_service.__main__:main"}
+
+
+def test_an_interrupt_speaks_of_an_engine_only_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulator, "run_simulate", interrupted)
+    assert cli.main(["simulate", "H1"]) == 130
+    assert capsys.readouterr().err == "fairhearth: interrupted\n"
+    monkeypatch.setattr(cli, "_serve", interrupted)
+    assert cli.main(["serve", "--state-dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "fairhearth: interrupted before the engine was ready\n"
 
 
 async def test_nothing_that_was_said_is_logged(tmp_path: Path) -> None:
