@@ -33,6 +33,7 @@ from engine_service.logs import set_up_logging
 from engine_service.opening import opened_backend, opened_models
 from engine_service.running import listen, until_stopped
 from engine_service.scheduling.baseline import FirstComeFirstServed
+from engine_service.scheduling.model import ResidentId
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.server.discovery import announced
 from engine_service.server.residents import merged
@@ -87,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         state = StateFolder(settings.paths.state_dir)
         if parsed.command == "pair":
             return run_pair(state.path)
-        return run_token(parsed, state.path) if parsed.action else _show_token(settings, state)
+        if not parsed.action:
+            return _show_token(settings, state)
+        return run_token(parsed, state.path, is_known=lambda who: _is_known(who, settings, state))
     except SettingsError as error:
         return _fail(EXIT_SETTINGS, error.message)
     except _AddressError as error:
@@ -190,6 +193,12 @@ def _show_token(settings: Settings, state: StateFolder) -> int:
     else:
         print(f"{state.token_path} (made when the engine first starts)")
     return EXIT_OK
+
+
+def _is_known(resident_id: ResidentId, settings: Settings, state: StateFolder) -> bool:
+    """Return whether the settings or the engine's own files have the resident."""
+    known = merged(settings.residents, state.residents())
+    return any(entry.resident_id == resident_id for entry in known)
 
 
 # --- fairhearth serve ---
