@@ -235,6 +235,8 @@ def _serve_from(
     if settings.event_log is not None:
         EventLog(settings.event_log).close()  # says what is wrong with it before the model is loaded
     tokens = _tokens(settings, state)
+    if settings.room_note:
+        _LOGGER.warning("%s", settings.room_note)
     models = opened_models(settings, _progress) if settings.models else None
     backend = opened_backend(settings, _progress) if models is None else models.open_first()
     engine = _engine(settings, merged(settings.residents, kept), backend, models, state)

@@ -130,6 +130,9 @@ def examine(settings: Settings) -> Iterator[Finding]:
         if named.settings.backend is not BackendName.SIMULATED:
             found = _model(replace(settings, model=named.settings))
             yield replace(found, what=f"{named.name}: {found.what}")
+    if settings.room_note:
+        what, _, advice = settings.room_note.partition("; ")
+        yield doubtful("models", what, advice)
     yield _port(settings)
     yield from _tls(settings)
     yield _clock(settings)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import socket
 import stat
 import struct
@@ -331,6 +332,42 @@ async def test_the_doctor_looks_at_every_model(tmp_path: Path) -> None:
     assert told[0].startswith("house: good")
     assert told[1].startswith("coder: ")
     assert "no such file" in told[1]
+
+
+CROWDED = """
+[[models]]
+name = "house"
+backend = "simulated"
+pinned = true
+[[models]]
+name = "coder"
+backend = "simulated"
+"""
+
+
+@pytest.mark.parametrize(
+    ("residency", "is_told"),
+    [("", True), ("[residency]\nmax_loaded = 2", False), ("[residency]\nreleases_pinned = true", False)],
+)
+async def test_a_model_that_can_never_be_loaded_is_told(
+    tmp_path: Path, residency: str, is_told: bool
+) -> None:
+    path = tmp_path / "fairhearth.toml"
+    path.write_text(CROWDED + residency, encoding="utf-8")
+    words = "coder can never be loaded"
+    assert any(note.startswith(words) for note in notes(load(path))) is is_told
+    code, out, _ = await run(tmp_path, "doctor", "--json")
+    findings = {finding["about"]: finding for finding in json.loads(out)["findings"]}
+    assert code == 0, "the others are served"
+    assert ("models" in findings) is is_told
+    if is_told:
+        assert findings["models"]["what"].startswith(words)
+        assert findings["models"]["advice"].startswith("raise that")
+    async with command(tmp_path, "serve", "--port", "0") as process:
+        await process.ready()
+        process.signal(signal.SIGTERM)
+        _, _, err = await process.end()
+    assert (words in err) is is_told
 
 
 # -- policy check and config init ----------------------------------------------------------------------
