@@ -691,7 +691,7 @@ async def test_top_follows_the_engine_until_it_ends(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("--url", "http://127.0.0.1:9"), "does not answer"),
-        (("--url", "URL", "--token", "not-a-token-of-anybody"), "token"),
+        (("--url", "URL", "--token", "not-a-token-of-anybody"), "--url where another engine is"),
     ],
 )
 async def test_top_says_why_it_shows_nothing(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
