@@ -129,11 +129,12 @@ class StateFolder:
         except OSError as error:
             raise SettingsError(f"{self._residents_path}: cannot be read: {error.strerror}") from None
         try:
-            kept = parse_json(body)
+            kept = parse_json(body, what="it")
             if not isinstance(kept, dict):
-                raise InvalidRequest("must be an object of resident ids")
+                raise InvalidRequest("it must be an object of resident ids")
             return tuple(
-                named(parse_resident_id(key), parse_resident_request(value)) for key, value in kept.items()
+                named(parse_resident_id(key), parse_resident_request(value, what=key))
+                for key, value in kept.items()
             )
         except InvalidRequest as error:
             raise SettingsError(
@@ -151,7 +152,7 @@ class StateFolder:
     def policies(self) -> object:
         """Return what `keep_policies` wrote, None if nothing; raise SettingsError for a damaged file."""
         try:
-            return parse_json(self._policies_path.read_bytes())
+            return parse_json(self._policies_path.read_bytes(), what="it")
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -255,6 +255,7 @@ async def test_a_model_file_that_holds_no_model_is_told(tmp_path: Path) -> None:
     [
         ("[server]\nport = 'eight'", "server.port must be a whole number from 0 to 65535, not 'eight'"),
         ("[server", "is not valid TOML"),
+        ("[policy]\ndue_window_s = nan", "policy.due_window_s must be a number >= 0, not NaN"),
         ("[residents.alice]\nweight = 0", "residents.alice: weight must be"),
     ],
 )
@@ -314,7 +315,14 @@ async def test_a_damaged_residents_file_stops_the_start_and_is_named(tmp_path: P
     (tmp_path / "residents.json").write_text("{", encoding="utf-8")
     code, _, err = await run(tmp_path, *SIMULATED, "--state-dir", str(tmp_path))
     assert code == 2
-    assert "residents.json: the body is not JSON" in err
+    assert "residents.json: it is not JSON" in err
+
+
+async def test_a_resident_in_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "residents.json").write_text('{"alice": 1}', encoding="utf-8")
+    code, _, err = await run(tmp_path, *SIMULATED, "--state-dir", str(tmp_path))
+    assert code == 2
+    assert "residents.json: alice must be an object, not 1; delete the file" in err
 
 
 @pytest.mark.parametrize("policy", ["fairhearth", "fifo"])
