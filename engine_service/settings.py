@@ -798,12 +798,17 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
 
 
 def check_options(settings: Settings, given: Overrides) -> None:
-    """Refuse options of `serve` that could mean any of several models; raises SettingsError."""
+    """Refuse options of `serve` that could mean any of several models, or none; raises SettingsError."""
     options = ("model", "backend", "device", "threads", "context_tokens", "max_sequences")
     named = [name for name in options if getattr(given, name) is not None]
     if settings.models and named:
         option = f"--{named[0].replace('_', '-')}"
         raise SettingsError(f"command line: {option} means one model, and the settings list [[models]]")
+    if given.device is not None and settings.model.backend is not BackendName.EXLLAMAV2:
+        raise SettingsError(
+            f"command line: --device is for the backend exllamav2, not {settings.model.backend.value}; leave "
+            "it out, or add --backend exllamav2"
+        )
 
 
 def _option(check: Validator, value: Any, name: str) -> Any:

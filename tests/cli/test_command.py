@@ -325,6 +325,12 @@ async def test_a_resident_in_a_damaged_file_is_named(tmp_path: Path) -> None:
     assert "residents.json: alice must be an object, not 1; delete the file" in err
 
 
+async def test_a_device_for_a_backend_that_has_none_is_refused(tmp_path: Path) -> None:
+    code, _, err = await run(tmp_path, *SIMULATED, "--device", "cuda")
+    assert code == 2
+    assert "--device is for the backend exllamav2, not simulated; leave it out" in err
+
+
 @pytest.mark.parametrize("policy", ["fairhearth", "fifo"])
 async def test_the_policy_can_be_chosen(tmp_path: Path, policy: str) -> None:
     async with command(tmp_path, *SIMULATED, "--policy", policy) as process:
