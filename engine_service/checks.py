@@ -66,7 +66,7 @@ def _literal(value: object, depth: int = 0) -> str:
     if isinstance(value, int) and value.bit_length() > _SHOWN * 4:
         return f"a number of more than {_SHOWN} digits"  # Python refuses to write out the longest ones
     if isinstance(value, float) and not math.isfinite(value):
-        return "not a number" if math.isnan(value) else "infinity" if value > 0 else "-infinity"
+        return "NaN" if math.isnan(value) else "infinity" if value > 0 else "-infinity"
     if isinstance(value, list | dict) and depth == _DEPTH:
         return "…"
     if isinstance(value, list):

@@ -33,6 +33,7 @@ from engine_service.logs import set_up_logging
 from engine_service.opening import opened_backend, opened_models
 from engine_service.running import listen, until_stopped
 from engine_service.scheduling.baseline import FirstComeFirstServed
+from engine_service.scheduling.model import ResidentId
 from engine_service.scheduling.scheduler import Scheduler
 from engine_service.server.discovery import announced
 from engine_service.server.residents import merged
@@ -87,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         state = StateFolder(settings.paths.state_dir)
         if parsed.command == "pair":
             return run_pair(state.path)
-        return run_token(parsed, state.path) if parsed.action else _show_token(settings, state)
+        if not parsed.action:
+            return _show_token(settings, state)
+        return run_token(parsed, state.path, is_known=lambda who: _is_known(who, settings, state))
     except SettingsError as error:
         return _fail(EXIT_SETTINGS, error.message)
     except _AddressError as error:
@@ -95,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ModelError, BackendError) as error:
         return _fail(EXIT_MODEL, str(error))
     except KeyboardInterrupt:
-        return _fail(130, "interrupted before the engine was ready")
+        is_serving = parsed.command == "serve"
+        return _fail(130, "interrupted" + (" before the engine was ready" if is_serving else ""))
 
 
 def _fail(code: int, message: str) -> int:
@@ -191,6 +195,12 @@ def _show_token(settings: Settings, state: StateFolder) -> int:
     return EXIT_OK
 
 
+def _is_known(resident_id: ResidentId, settings: Settings, state: StateFolder) -> bool:
+    """Return whether the settings or the engine's own files have the resident."""
+    known = merged(settings.residents, state.residents())
+    return any(entry.resident_id == resident_id for entry in known)
+
+
 # --- fairhearth serve ---
 
 
@@ -219,10 +229,14 @@ def _serve_from(
 ) -> bool:
     """Load the model and serve from a state folder that no other engine uses; return whether it failed."""
     kept = state.residents()
+    state.engine_id()  # says what is wrong with it before the model is loaded
+    state.tell_of_lost_jobs()
     tls = server_context(settings.server)
     if settings.event_log is not None:
         EventLog(settings.event_log).close()  # says what is wrong with it before the model is loaded
     tokens = _tokens(settings, state)
+    if settings.room_note:
+        _LOGGER.warning("%s", settings.room_note)
     models = opened_models(settings, _progress) if settings.models else None
     backend = opened_backend(settings, _progress) if models is None else models.open_first()
     engine = _engine(settings, merged(settings.residents, kept), backend, models, state)

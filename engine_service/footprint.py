@@ -1,6 +1,7 @@
 """How much memory a model takes, read from its files: weights, and cache for every token it remembers.
 
-Decides nothing and loads nothing: a GGUF file's header, or the config.json of a folder of safetensors.
+Decides nothing and loads nothing: a GGUF file's header, or the config.json of a folder of safetensors. A file
+that ends before its weights do is named, for no library would load it.
 
 Sources: the GGUF specification (ggml-org/ggml); config.json as transformers writes it. A token's
 cache is two vectors (key, value) per layer of key/value heads times their width; models that mix in layers of
@@ -10,11 +11,13 @@ another kind take less.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from engine_service.backends.base import ModelError
+from engine_service.backends.exllama.folder import check_weights
 from engine_service.backends.exllamav2.gguf import GgufFile
 from engine_service.backends.parking import PARKING_BYTES
 
@@ -24,6 +27,17 @@ CACHE_BITS: Final = {"fp16": 16.0, "q8": 8.5, "q6": 6.5, "q4": 4.5}
 
 CACHE_STEP: Final = 256
 """Both llama.cpp and ExLlamaV2 make caches of multiples of this (token slots)."""
+
+_UNEVEN: Final = (
+    "attention.sliding_window",
+    "attention.shared_kv",
+    "attention.kv_lora",
+    "attention.value_",
+    "ssm.",
+)
+"""How the keys begin of layers that remember less than two vectors of one width for every token."""
+
+_FIRST_PART: Final = re.compile(r"(?P<prefix>.+-)00001-of-\d{5}\.gguf$")
 
 _GPU_OVERHEAD: Final = 768 * 2**20
 _CPU_OVERHEAD: Final = 256 * 2**20
@@ -46,6 +60,7 @@ class Footprint:
     parking_bytes: int  #: most host memory that idle conversations are kept in, beside the cache
     page_tokens: int  #: of the backend that runs such files
     rounds_up: bool  #: whether the backend makes up whole steps of CACHE_STEP, or leaves a rest unused
+    is_even: bool  #: whether all layers are of one kind; else the cache takes less than is counted here
 
     def cache_tokens(self, context_tokens: int) -> int:
         """Return the token slots that the backend makes of the setting."""
@@ -78,7 +93,12 @@ def footprint_of(path: Path) -> Footprint:
 
 
 def _of_gguf(path: Path) -> Footprint:
-    found = GgufFile(path).metadata
+    file = GgufFile(path)
+    file.check_is_whole()
+    found = file.metadata
+    parts = _parts(path, found)
+    for part in parts:
+        GgufFile(part).check_is_whole()
     architecture = str(found.get("general.architecture", ""))
 
     def number(key: str, default: int | None = None) -> int:
@@ -96,7 +116,7 @@ def _of_gguf(path: Path) -> Footprint:
         path=path,
         name=path.stem,
         architecture=architecture,
-        weight_bytes=path.stat().st_size,
+        weight_bytes=sum(part.stat().st_size for part in (path, *parts)),
         num_layers=number("block_count"),
         num_kv_heads=number("attention.head_count_kv", heads),
         head_width=number("attention.key_length", number("embedding_length") // heads),
@@ -105,7 +125,25 @@ def _of_gguf(path: Path) -> Footprint:
         parking_bytes=PARKING_BYTES,
         page_tokens=32,
         rounds_up=True,
+        is_even=not any(_is_of_uneven(key.removeprefix(f"{architecture}."), found[key]) for key in found),
     )
+
+
+def _is_of_uneven(key: str, value: Any) -> bool:
+    """Return whether an entry of the header is one that only models have whose layers differ."""
+    if key in ("attention.head_count_kv", "attention.key_length"):
+        return isinstance(value, list)
+    return key == "full_attention_interval" or key.startswith(_UNEVEN)
+
+
+def _parts(path: Path, found: dict[str, Any]) -> list[Path]:
+    """Return the other files of a model that llama.cpp's gguf-split cut into several; path is the first."""
+    count = found.get("split.count", 1)
+    if not isinstance(count, int) or count < 2 or not (name := _FIRST_PART.match(path.name)):
+        return []
+    return [
+        path.with_name(f"{name['prefix']}{number:05d}-of-{count:05d}.gguf") for number in range(2, count + 1)
+    ]
 
 
 def _of_folder(path: Path) -> Footprint:
@@ -121,6 +159,7 @@ def _of_folder(path: Path) -> Footprint:
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{path}: there are no *.safetensors files in this folder")
+    check_weights(path, "the weights of such a folder are *.safetensors files")
     heads = number("num_attention_heads")
     return Footprint(
         path=path,
@@ -135,6 +174,7 @@ def _of_folder(path: Path) -> Footprint:
         parking_bytes=0,
         page_tokens=256,
         rounds_up=False,
+        is_even=False,  # config.json has a name of its own for every kind of mixture
     )
 
 

@@ -1,7 +1,7 @@
 """From settings to models: which backend loads what, and how.
 
-Decides nothing. Backends are imported here when one is wanted, so that one does not need the libraries of
-another.
+Decides which cache is refused before anything is made: one that is larger than all the memory there is.
+Backends are imported here when one is wanted, so that one does not need the libraries of another.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_service.backends.base import Backend, ModelSource
+from engine_service.backends.base import Backend, Language, ModelError, ModelSource, Tell
+from engine_service.backends.host_memory import available_bytes, whole_bytes
+from engine_service.backends.llama_cpp.provision import default_model_path
+from engine_service.commands.showing import size
 from engine_service.engine.residence import Models
+from engine_service.footprint import Footprint, footprint_of
 from engine_service.scheduling.model import ModelId
 from engine_service.settings import BackendName, ExLlamaV3Settings, ModelSettings, Settings
 
@@ -44,7 +48,7 @@ def source_of(
         case BackendName.LLAMA_CPP:
             from engine_service.backends.llama_cpp.provision import GgufSource
 
-            return GgufSource(
+            source = GgufSource(
                 model.path,
                 cache_dir=cache_dir,
                 context_tokens=model.context_tokens,
@@ -55,6 +59,7 @@ def source_of(
                 progress=progress,
                 name=name,
             )
+            return _Measured(source, model, progress)
         case BackendName.EXLLAMAV2:
             from engine_service.backends.exllamav2.provision import ExLlamaV2Source, Options
 
@@ -92,6 +97,69 @@ def source_of(
                 context_tokens=model.context_tokens,
                 max_sequences=model.max_sequences,
             )
+
+
+def shortage(
+    found: Footprint, context_tokens: int, cache_type: str, there: int | None
+) -> tuple[str, str] | None:
+    """Return what a model takes too much of, and what to do; None if it fits in the memory that is there."""
+    needed = found.needed_bytes(context_tokens, cache_type)
+    if there is None or needed <= there:
+        return None
+    most = found.most_tokens(there, cache_type)
+    return (
+        f"{taken(found, context_tokens, cache_type)}; {size(there)} of memory are free",
+        f"set model.context_tokens to {most} or less" if most else "use a smaller model",
+    )
+
+
+def taken(found: Footprint, context_tokens: int, cache_type: str) -> str:
+    """Say what a model takes."""
+    needed = size(found.needed_bytes(context_tokens, cache_type))
+    return f"{found.name} ({found.architecture}), {needed} with a cache of {context_tokens:,} tokens"
+
+
+class _Measured:
+    """A model whose cache must fit in this machine's memory before anything is made of it.
+
+    llama.cpp takes the cache bit by bit until the system ends the process, and with it every other model.
+    """
+
+    def __init__(self, source: ModelSource, model: ModelSettings, progress: Progress) -> None:
+        self._source = source
+        self._model = model
+        self._progress = progress
+
+    def describe(self) -> Language:
+        """Read everything but the weights; raise ModelError for a cache that can never fit."""
+        self._check()
+        return self._source.describe()
+
+    def open(self, tell: Tell) -> Backend:
+        """Load the model, and tell before that it is tight; raise ModelError for a cache that cannot fit."""
+        if told := self._check():
+            self._progress(f"memory may run out: {told}")
+        return self._source.open(tell)
+
+    def _check(self) -> str | None:
+        """Return what is too much for the memory that is free now; that may still turn out well.
+
+        Weights are read from their file again where room is needed, and what others hold may be swapped out.
+        The cache alone must be there, and all of it.
+        """
+        try:
+            found = footprint_of(self._model.path or default_model_path())
+        except ModelError:
+            return None  # llama.cpp says what is wrong with the file
+        tokens, cache_type = self._model.context_tokens, self._model.cache_type.value
+        short = shortage(found, tokens, cache_type, available_bytes())
+        if short is None:
+            return None
+        told, whole = "; ".join(short), whole_bytes()
+        cache = found.cache_bytes(found.cache_tokens(tokens), cache_type)
+        if found.is_even and whole is not None and cache > whole:
+            raise ModelError(told)
+        return told
 
 
 def _shared_options(own: ExLlamaV3Settings) -> dict[str, Any]:

@@ -455,6 +455,8 @@ _STOPS: Final = list_of(_STOP, at_most=MAX_STOPS)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, str | list):
+        raise vol.Invalid(f"must be a string or a list of strings, not {shown(value)}")
     return (_STOP(value),) if isinstance(value, str) else tuple(_STOPS(value))
 
 
@@ -925,7 +927,9 @@ MAX_EMBEDDED: Final = 2048
 
 def _input(value: Any) -> tuple[str | tuple[int, ...], ...]:
     """Accept one text or one list of token ids, or a list of those."""
-    is_one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+    if not isinstance(value, str | list):
+        raise vol.Invalid(f"must be a text, a list of token ids, or a list of those, not {shown(value)}")
+    is_one = isinstance(value, str) or (value and isinstance(value[0], int))
     entries = [value] if is_one else value
     return tuple(list_of(_embedded, at_least=1, at_most=MAX_EMBEDDED)(entries))
 
@@ -1076,35 +1080,38 @@ SCHEMAS: Final[Mapping[str, Callable[[Any], Any]]] = {
 # --- from bytes to messages ---
 
 
-def parse_json(body: bytes) -> Any:
-    """Return the JSON value of a request body; raise InvalidRequest naming what is wrong with it."""
+def parse_json(body: bytes, *, what: str = "the body") -> Any:
+    """Return the JSON value of a request body; raise InvalidRequest naming what is wrong with it.
+
+    what says what a message calls it: a file of JSON is no body.
+    """
     try:
         content = body.decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} cannot be read") from None
+        raise InvalidRequest(f"{what} is not UTF-8: byte {error.start} cannot be read") from None
     try:
         value = _loads(content)
     except json.JSONDecodeError as error:
         raise InvalidRequest(
-            f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+            f"{what} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
     except _NoNumber as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
+        raise InvalidRequest(f"{what} is not JSON: {error}") from None
     except ValueError:  # Python's bound on the digits of a number
-        raise InvalidRequest("the body holds a number of more than 4300 digits") from None
+        raise InvalidRequest(f"{what} holds a number of more than 4300 digits") from None
     except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
+        raise InvalidRequest(f"{what} is nested too deeply") from None
     if "\\u" in content:
-        _refuse_half_characters(value)
+        _refuse_half_characters(value, what)
     return value
 
 
-def _refuse_half_characters(value: Any) -> None:
+def _refuse_half_characters(value: Any, what: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise InvalidRequest(
-            "the body holds half of a surrogate pair (\\ud800 to \\udfff alone), which is no character"
+            f"{what} holds half of a surrogate pair (\\ud800 to \\udfff alone), which is no character"
         ) from None
 
 
@@ -1120,12 +1127,12 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _NoNumber(f"{name} is not a JSON number")
 
 
-def _checked(check: Callable[[Any], T], value: Any) -> T:
+def _checked(check: Callable[[Any], T], value: Any, *, what: str = "the body") -> T:
     try:
         return check(value)
     except vol.Invalid as error:
         path, message = path_and_message(error)
-        raise InvalidRequest(f"{path or 'the body'} {message}", param=path or None) from None
+        raise InvalidRequest(f"{path or what} {message}", param=path or None) from None
 
 
 def parse_chat_request(value: Any) -> ChatRequest:
@@ -1268,9 +1275,9 @@ def parse_pair_request(value: Any) -> PairRequest:
     return PairRequest(**_checked(_PAIR, value))
 
 
-def parse_resident_request(value: Any) -> ResidentRequest:
-    """Return the message of PUT /v1/residents/{id}; raise InvalidRequest naming the field."""
-    return ResidentRequest(**_checked(_RESIDENT, value))
+def parse_resident_request(value: Any, *, what: str = "the body") -> ResidentRequest:
+    """Return the message of PUT /v1/residents/{id}; raise InvalidRequest naming the field, or what it is."""
+    return ResidentRequest(**_checked(_RESIDENT, value, what=what))
 
 
 def parse_resident_id(value: str) -> ResidentId:

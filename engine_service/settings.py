@@ -249,6 +249,24 @@ class Settings:
         """Return the model for embeddings of which none is named; None: the first."""
         return next((model.name for model in self.models if model.embeddings), None)
 
+    @property
+    def models_without_room(self) -> tuple[ModelId, ...]:
+        """The models that can never be loaded, because pinned ones hold all places in memory for good."""
+        pinned = sum(model.pinned for model in self.models)
+        if self.residency.releases_pinned or pinned < self.residency.max_loaded:
+            return ()
+        return tuple(model.name for model in self.models if not model.pinned)
+
+    @property
+    def room_note(self) -> str:
+        """Say which models can never be loaded and what to do; empty if each can be."""
+        if not self.models_without_room:
+            return ""
+        return (
+            f"{' and '.join(self.models_without_room)} can never be loaded: what is pinned takes all places "
+            "of residency.max_loaded; raise that, set residency.releases_pinned = true, or pin fewer"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
@@ -780,12 +798,17 @@ def _overridden(settings: Settings, given: Overrides, token: str | None) -> Sett
 
 
 def check_options(settings: Settings, given: Overrides) -> None:
-    """Refuse options of `serve` that could mean any of several models; raises SettingsError."""
+    """Refuse options of `serve` that could mean any of several models, or none; raises SettingsError."""
     options = ("model", "backend", "device", "threads", "context_tokens", "max_sequences")
     named = [name for name in options if getattr(given, name) is not None]
     if settings.models and named:
         option = f"--{named[0].replace('_', '-')}"
         raise SettingsError(f"command line: {option} means one model, and the settings list [[models]]")
+    if given.device is not None and settings.model.backend is not BackendName.EXLLAMAV2:
+        raise SettingsError(
+            f"command line: --device is for the backend exllamav2, not {settings.model.backend.value}; leave "
+            "it out, or add --backend exllamav2"
+        )
 
 
 def _option(check: Validator, value: Any, name: str) -> Any:

@@ -20,16 +20,21 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 from engine_service.errors import InvalidRequest, SettingsError
 from engine_service.protocol import ResidentRequest, parse_json, parse_resident_id, parse_resident_request
 from engine_service.settings import NamedResident, named
 
 _LOGGER = logging.getLogger(__name__)
+
+_ENGINE_ID: Final = re.compile(r"[0-9a-f]{32}")
+_REMEDY: Final = "delete it to have a new one made"
 
 
 class StateFolder:
@@ -79,8 +84,28 @@ class StateFolder:
             raise SettingsError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def engine_id(self) -> str:
-        """Return the engine's id, made at random on the first start."""
-        return self._kept(self.path / "engine_id", secrets.token_hex(16))[0]
+        """Return the engine's id, made at random on the first start; raise SettingsError for a damaged one.
+
+        With another id this would be another engine to every client that remembers it, so none is made up.
+        """
+        path = self.path / "engine_id"
+        kept = self._kept(path, secrets.token_hex(16), replaces_empty=False)[0]
+        if not _ENGINE_ID.fullmatch(kept):
+            raise SettingsError(
+                f"{path}: is damaged, it must hold 32 hexadecimal digits; put it back from a backup, or "
+                f"{_REMEDY}: Home Assistant then takes this for another engine"
+            )
+        return kept
+
+    def tell_of_lost_jobs(self) -> None:
+        """Log that the file of the jobs is empty, which SQLite takes for a new one."""
+        path = self.path / "jobs.sqlite3"
+        if _is_empty(path):
+            _LOGGER.error(
+                "%s is empty: the jobs that it held are lost, and none is known now. If there is a backup of "
+                "it, end the engine and put it back",
+                path,
+            )
 
     def token(self) -> tuple[str, bool]:
         """Return the engine's own bearer token and whether it was made just now."""
@@ -104,11 +129,12 @@ class StateFolder:
         except OSError as error:
             raise SettingsError(f"{self._residents_path}: cannot be read: {error.strerror}") from None
         try:
-            kept = parse_json(body)
+            kept = parse_json(body, what="it")
             if not isinstance(kept, dict):
-                raise InvalidRequest("must be an object of resident ids")
+                raise InvalidRequest("it must be an object of resident ids")
             return tuple(
-                named(parse_resident_id(key), parse_resident_request(value)) for key, value in kept.items()
+                named(parse_resident_id(key), parse_resident_request(value, what=key))
+                for key, value in kept.items()
             )
         except InvalidRequest as error:
             raise SettingsError(
@@ -126,7 +152,7 @@ class StateFolder:
     def policies(self) -> object:
         """Return what `keep_policies` wrote, None if nothing; raise SettingsError for a damaged file."""
         try:
-            return parse_json(self._policies_path.read_bytes())
+            return parse_json(self._policies_path.read_bytes(), what="it")
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -144,11 +170,11 @@ class StateFolder:
         """Write the policies set through the API; raise OSError if the disk does not take them."""
         replace_file(self._policies_path, json.dumps(message, ensure_ascii=False, indent=2) + "\n")
 
-    def _kept(self, path: Path, fresh: str) -> tuple[str, bool]:
+    def _kept(self, path: Path, fresh: str, *, replaces_empty: bool = True) -> tuple[str, bool]:
         """Return the file's content, or fresh after writing it, and whether it is fresh."""
         try:
             kept = path.read_text(encoding="ascii").strip()
-            if kept:
+            if kept or not replaces_empty:
                 return kept, False
             replace_file(path, fresh + "\n")
         except FileNotFoundError:
@@ -157,10 +183,18 @@ class StateFolder:
             except OSError as error:
                 raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise SettingsError(f"{path}: is damaged; delete it to have a new one made") from None
+            raise SettingsError(f"{path}: is damaged; {_REMEDY}") from None
         except OSError as error:
             raise SettingsError(f"{path}: cannot be read or written: {error.strerror}") from None
         return fresh, True
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether there is a file with nothing in it."""
+    try:
+        return path.stat().st_size == 0
+    except OSError:
+        return False
 
 
 def others_may_read(path: Path) -> bool:

@@ -24,6 +24,31 @@ def available_bytes(*, proc: Path = _PROC, group: Path = _GROUP) -> int | None:
     return available if available is None else max(0, available)
 
 
+def whole_bytes(*, proc: Path = _PROC, group: Path = _GROUP) -> int | None:
+    """Return all that this machine, or the container, could ever give, swap included; None where nobody says.
+
+    What takes more than that does not work whatever else is ended or swapped out.
+    """
+    there = _in_all(proc)
+    with suppress(OSError, ValueError):  # no control group, or "max" of one of them
+        limits = ("memory.max", "memory.swap.max")
+        most = sum(int((group / name).read_text(encoding="ascii")) for name in limits)
+        there = most if there is None else min(there, most)
+    return there
+
+
+def _in_all(proc: Path) -> int | None:
+    try:
+        entries = dict(
+            line.split(":", maxsplit=1)
+            for line in (proc / "meminfo").read_text(encoding="ascii").splitlines()
+            if ":" in line
+        )
+        return sum(int(entries[key].split()[0]) * 1024 for key in ("MemTotal", "SwapTotal"))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
 def _used(group: Path) -> int:
     used = int((group / "memory.current").read_text(encoding="ascii"))
     for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():

@@ -36,6 +36,7 @@ from engine_service.commands.showing import EXIT_BAD, EXIT_OK, console, print_js
 from engine_service.errors import SettingsError
 from engine_service.footprint import footprint_of
 from engine_service.identity.tokens import TokenBook
+from engine_service.opening import shortage, taken
 from engine_service.server.tls import own_client_context, server_context
 from engine_service.settings import BackendName, DeviceName, Settings
 from engine_service.state import others_may_read
@@ -129,6 +130,9 @@ def examine(settings: Settings) -> Iterator[Finding]:
         if named.settings.backend is not BackendName.SIMULATED:
             found = _model(replace(settings, model=named.settings))
             yield replace(found, what=f"{named.name}: {found.what}")
+    if settings.room_note:
+        what, _, advice = settings.room_note.partition("; ")
+        yield doubtful("models", what, advice)
     yield _port(settings)
     yield from _tls(settings)
     yield _clock(settings)
@@ -289,13 +293,10 @@ def _model(settings: Settings) -> Finding:
     except struct.error:
         return bad("model", "its header is cut short", "fetch the file again")
     tokens, cache_type = settings.model.context_tokens, settings.model.cache_type.value
-    needed = found.needed_bytes(tokens, cache_type)
-    text = f"{found.name} ({found.architecture}), {size(needed)} with a cache of {tokens:,} tokens"
+    text = taken(found, tokens, cache_type)
     there = available_bytes() if settings.model.backend is BackendName.LLAMA_CPP else None
-    if there is not None and needed > there:
-        most = found.most_tokens(there, cache_type)
-        advice = f"set model.context_tokens to {most} or less" if most else "use a smaller model"
-        return bad("model", f"{text}; {size(there)} of memory are free", advice)
+    if short := shortage(found, tokens, cache_type, there):
+        return bad("model", *short)
     if tokens > 4 * found.max_context_tokens:
         return doubtful(
             "model",

@@ -180,6 +180,8 @@ def notes(settings: Settings) -> list[str]:
     if reason := is_useless(capacity_of(settings), policy):
         found.append(reason)
     found += _unclear_names(settings)
+    if settings.room_note:
+        found.append(settings.room_note)
     for entry in named:
         daily, output = entry.resident.daily_tokens, policy.output_slice_tokens
         if daily is not None and daily < 10 * output:

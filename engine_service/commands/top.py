@@ -140,7 +140,10 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     try:
         message = (await response.json())["error"]["message"]
     except (ValueError, KeyError, TypeError, aiohttp.ClientError):
-        message = f"status {response.status}; this is no Fairhearth engine"
+        message = f"status {response.status}; this is no Fairhearth engine; --url says where it is"
+        raise _Refused(message) from None
+    if response.status == 401:
+        message += "; --token says another, --url where another engine is"
     raise _Refused(message)
 
 

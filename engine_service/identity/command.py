@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -19,8 +21,11 @@ from engine_service.identity.caller import Caller
 from engine_service.identity.pairing import LIFETIME_S, PairingDesk
 from engine_service.identity.tokens import KeptToken, TokenBook
 from engine_service.protocol import parse_resident_id
-from engine_service.scheduling.model import WorkloadClass
+from engine_service.scheduling.model import ResidentId, WorkloadClass
 from engine_service.settings import Scope
+
+_LEFT_BY_AN_ENGINE: Final = ("engine.lock", "engine_id")
+"""Files that every engine makes in its state folder; one of them alone may have come from a backup."""
 
 
 def add_token_commands(token: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -47,12 +52,15 @@ def add_token_commands(token: argparse.ArgumentParser, common: argparse.Argument
     revoke.add_argument("which", metavar="ID|NAME", help="as `fairhearth token list` shows it")
 
 
-def run_token(parsed: argparse.Namespace, folder: Path) -> int:
-    """Carry out `create`, `list` or `revoke` on a state folder; raise SettingsError for what cannot be."""
+def run_token(parsed: argparse.Namespace, folder: Path, *, is_known: Callable[[ResidentId], bool]) -> int:
+    """Carry out `create`, `list` or `revoke` on a state folder; raise SettingsError for what cannot be.
+
+    is_known says whether there is such a resident.
+    """
     try:
         match parsed.action:
             case "create":
-                return _create(parsed, TokenBook(folder))
+                return _create(parsed, TokenBook(folder), is_known)
             case "list":
                 return _list(TokenBook(folder))
             case _:
@@ -66,29 +74,47 @@ def run_token(parsed: argparse.Namespace, folder: Path) -> int:
 
 
 def run_pair(folder: Path) -> int:
-    """Open a pairing code and print it; raise SettingsError if it cannot be kept."""
+    """Open a pairing code and print it; raise SettingsError if it cannot be kept.
+
+    A code may be made before the engine first starts, so a folder that none has used is told and no mistake.
+    """
+    is_used = any((folder / name).exists() for name in _LEFT_BY_AN_ENGINE)
     try:
         code = PairingDesk(folder).open()
     except OSError as error:
         raise SettingsError(f"{folder}: cannot be written: {error.strerror}") from None
     print(code)
     print(f"good for {LIFETIME_S / 60:g} minutes and one use", file=sys.stderr)
+    if not is_used:
+        print(
+            f"note: no engine has ever used {folder}; the code is good only for one that starts with this "
+            "state folder. --config or --state-dir says where a running one keeps its state",
+            file=sys.stderr,
+        )
     return 0
 
 
-def _create(parsed: argparse.Namespace, book: TokenBook) -> int:
+def _create(parsed: argparse.Namespace, book: TokenBook, is_known: Callable[[ResidentId], bool]) -> int:
     if not 1 <= len(parsed.name) <= 64 or not parsed.name.isprintable():
         raise SettingsError("a token's name has 1 to 64 printable characters")
+    resident_id = None if parsed.resident is None else parse_resident_id(parsed.resident)
+    is_of_nobody = resident_id is not None and not is_known(resident_id)
     token, kept = book.create(
         Caller(
             name=parsed.name,
             scopes=frozenset(Scope(name) for name in parsed.scope or ["generate"]),
-            resident_id=None if parsed.resident is None else parse_resident_id(parsed.resident),
+            resident_id=resident_id,
             most_urgent=None if parsed.most_urgent is None else WorkloadClass(parsed.most_urgent),
         )
     )
     print(token)
     print(f"this is shown only now; it is {kept.caller.name} ({kept.token_id})", file=sys.stderr)
+    if is_of_nobody:
+        print(
+            f"note: there is no resident {resident_id!r} here; what this token asks for is refused until "
+            "there is one",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -121,7 +121,7 @@ class TokenBook:
         except OSError as error:
             raise SettingsError(f"{self._path}: cannot be read: {error.strerror}") from None
         try:
-            return tuple(_kept(entry) for entry in _FILE(parse_json(body))["tokens"])
+            return tuple(_kept(entry) for entry in _FILE(parse_json(body, what="it"))["tokens"])
         except vol.Invalid as error:
             where, message = path_and_message(error)
             reason = f"{where} {message}".strip()

@@ -79,9 +79,10 @@ def _verdicts(verdicts: Sequence[Verdict]) -> str:
 def _verdict(verdict: Verdict) -> str:
     word, css = ("kept", "pass") if verdict.holds else ("not kept", "fail")
     note = f' <span class="soft">{escape(verdict.criterion.note)}</span>' if verdict.criterion.note else ""
+    over = " in at least half of the seeds" if verdict.criterion.over == "median" else ""
     return (
         f'<li><span class="{css}">{word}</span> {escape(verdict.criterion.name)} '
-        f'<span class="soft">({escape(verdict.policy)})</span>{note}'
+        f'<span class="soft">({escape(verdict.policy)}{over})</span>{note}'
         f'<div class="numbers">{escape(verdict.criterion.text)}: '
         f"{escape(report.sides(verdict, verdict.middle))}; "
         f"worst {escape(report.sides(verdict, verdict.worst))}</div></li>"

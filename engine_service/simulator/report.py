@@ -233,10 +233,11 @@ def criteria_table(verdicts: Sequence[Verdict]) -> list[Table | Text]:
         table.columns[1].justify = "left"
         for verdict in verdicts:
             if verdict.policy == policy:
+                over = " (in at least half of the seeds)" if verdict.criterion.over == "median" else ""
                 mark = Text("pass", style="green") if verdict.holds else Text("FAIL", style="bold red")
                 table.add_row(
                     mark,
-                    verdict.criterion.name,
+                    verdict.criterion.name + over,
                     sides(verdict, verdict.middle),
                     sides(verdict, verdict.worst),
                 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import stat
+import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine_service import __version__
+from engine_service import __main__, __version__, cli, opening
+from engine_service.backends.base import Backend, Language, ModelError, Tell
 from engine_service.backends.llama_cpp.provision import default_model_path
+from engine_service.settings import ModelSettings
+from engine_service.simulator import command as simulator
 from tests.cli.process import TOKEN, command, run
+from tests.cli.test_looking import llama
 
 SIMULATED = ("serve", "--backend", "simulated", "--port", "0")
 
@@ -162,6 +169,70 @@ async def test_a_model_file_that_is_missing_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+async def test_a_cache_larger_than_all_memory_is_refused_as_the_doctor_does(tmp_path: Path) -> None:
+    tokens = 2**30
+    code, out, err = await run(tmp_path, "serve", "--port", "0", "--context-tokens", str(tokens))
+    assert (code, out) == (4, "")
+    assert f"GiB with a cache of {tokens:,} tokens; " in err
+    assert re.search(
+        r"of memory are free; (set model\.context_tokens to \d+ or less|use a smaller model)", err
+    )
+    assert "Traceback" not in err
+
+
+async def test_one_of_several_models_that_can_never_fit_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "fairhearth.toml").write_text(
+        "[[models]]\nname = 'small'\ncontext_tokens = 1024\nrequantise = false\n"
+        f"[[models]]\nname = 'large'\ncontext_tokens = {2**30}\n",
+        encoding="utf-8",
+    )
+    async with command(tmp_path, "serve", "--port", "0") as process:
+        await process.ready()
+        process.signal(signal.SIGTERM)
+        code, _, err = await process.end()
+    assert code == 0
+    assert "The model large cannot be used" in err
+    assert "of memory are free" in err
+
+
+class NeverLoaded:
+    """A source whose model somebody wants to load."""
+
+    def describe(self) -> Language:
+        raise AssertionError
+
+    def open(self, tell: Tell) -> Backend:
+        raise ModelError("it was to be loaded")
+
+
+@pytest.mark.parametrize(
+    ("free", "whole", "more", "told"),
+    [
+        (2**60, 2**60, {}, []),
+        (2**20, 2**60, {}, ["memory may run out"]),
+        (2**20, None, {}, ["memory may run out"]),
+        (2**20, 2**20, {"llama.attention.sliding_window": 512}, ["memory may run out"]),
+    ],
+    ids=["plenty", "tight", "unknown", "layers that remember less"],
+)
+def test_what_may_still_fit_is_loaded_and_told_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    whole: int | None,
+    more: dict[str, int],
+    told: list[str],
+) -> None:
+    monkeypatch.setattr(opening, "available_bytes", lambda: free)
+    monkeypatch.setattr(opening, "whole_bytes", lambda: whole)
+    settings = ModelSettings(path=llama(tmp_path / "some.gguf", **more))
+    progress: list[str] = []
+    source = opening._Measured(NeverLoaded(), settings, progress.append)
+    with pytest.raises(ModelError, match="it was to be loaded"):
+        source.open(lambda _: None)
+    assert [line.partition(":")[0] for line in progress] == told
+
+
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is installed here")
 @pytest.mark.parametrize("backend", ["exllamav2", "exllamav3"])
 async def test_a_backend_whose_packages_are_missing_is_told(tmp_path: Path, backend: str) -> None:
@@ -184,6 +255,7 @@ async def test_a_model_file_that_holds_no_model_is_told(tmp_path: Path) -> None:
     [
         ("[server]\nport = 'eight'", "server.port must be a whole number from 0 to 65535, not 'eight'"),
         ("[server", "is not valid TOML"),
+        ("[policy]\ndue_window_s = nan", "policy.due_window_s must be a number >= 0, not NaN"),
         ("[residents.alice]\nweight = 0", "residents.alice: weight must be"),
     ],
 )
@@ -243,7 +315,20 @@ async def test_a_damaged_residents_file_stops_the_start_and_is_named(tmp_path: P
     (tmp_path / "residents.json").write_text("{", encoding="utf-8")
     code, _, err = await run(tmp_path, *SIMULATED, "--state-dir", str(tmp_path))
     assert code == 2
-    assert "residents.json: the body is not JSON" in err
+    assert "residents.json: it is not JSON" in err
+
+
+async def test_a_resident_in_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "residents.json").write_text('{"alice": 1}', encoding="utf-8")
+    code, _, err = await run(tmp_path, *SIMULATED, "--state-dir", str(tmp_path))
+    assert code == 2
+    assert "residents.json: alice must be an object, not 1; delete the file" in err
+
+
+async def test_a_device_for_a_backend_that_has_none_is_refused(tmp_path: Path) -> None:
+    code, _, err = await run(tmp_path, *SIMULATED, "--device", "cuda")
+    assert code == 2
+    assert "--device is for the backend exllamav2, not simulated; leave it out" in err
 
 
 @pytest.mark.parametrize("policy", ["fairhearth", "fifo"])
@@ -303,6 +388,27 @@ async def test_a_state_folder_that_cannot_be_written_stops_the_start(tmp_path: P
     assert "engine.lock: cannot be written: Is a directory" in err
 
 
+@pytest.mark.parametrize("left", [b"", b"\n", b"0123456789abcdef", b"not an id\n", b"\xff" * 33])
+async def test_an_engine_id_that_is_damaged_is_not_replaced_in_silence(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "engine_id").write_bytes(left)
+    code, out, err = await run(tmp_path, *SIMULATED, "--state-dir", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "engine_id: is damaged" in err
+    assert "delete it to have a new one made" in err
+    assert (tmp_path / "engine_id").read_bytes() == left
+
+
+async def test_an_empty_file_of_jobs_is_told(tmp_path: Path) -> None:
+    (tmp_path / "jobs.sqlite3").touch()
+    for is_told in (True, False):
+        async with command(tmp_path, *SIMULATED, "--state-dir", str(tmp_path)) as process:
+            url = await process.ready()
+            await ask(url, "/v1/jobs")
+            process.signal(signal.SIGTERM)
+            _, _, err = await process.end()
+        assert ("jobs.sqlite3 is empty: the jobs that it held are lost" in err) is is_told
+
+
 async def test_a_port_that_an_engine_holds_is_told_and_nothing_is_made_or_shown(tmp_path: Path) -> None:
     async with command(tmp_path, *SIMULATED) as process:
         port = (await process.ready()).rpartition(":")[2]
@@ -339,6 +445,42 @@ async def test_log_lines_can_be_json(tmp_path: Path) -> None:
     ended = next(line for line in lines if line["message"].startswith("Request r000001 "))
     assert ended["message"] == "Request r000001 of guest (chat) finished"
     assert (ended["request_id"], ended["resident"], ended["workload_class"]) == ("r000001", "guest", "chat")
+
+
+class Interrupted:
+    """An import system in which somebody presses Ctrl-C while the command is being read."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "engine_service.cli":
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_the_command_is_being_read_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "engine_service.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert __main__.main() == 130
+    assert capsys.readouterr().err == "fairhearth: interrupted\n"
+
+
+def test_the_installed_command_begins_where_an_interrupt_is_heard() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"fairhearth": "engine_service.__main__:main"}
+
+
+def test_an_interrupt_speaks_of_an_engine_only_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulator, "run_simulate", interrupted)
+    assert cli.main(["simulate", "H1"]) == 130
+    assert capsys.readouterr().err == "fairhearth: interrupted\n"
+    monkeypatch.setattr(cli, "_serve", interrupted)
+    assert cli.main(["serve", "--state-dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "fairhearth: interrupted before the engine was ready\n"
 
 
 async def test_nothing_that_was_said_is_logged(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from engine_service.scheduling.model import Resident, ResidentId
+from engine_service.settings import NamedResident
+from engine_service.state import StateFolder
 from tests.cli.process import command, run
 
 SIMULATED = ("serve", "--backend", "simulated", "--port", "0")
@@ -110,3 +113,26 @@ async def test_an_engine_with_tokens_of_its_settings_shows_no_code_by_itself(tmp
         await process.ready()
         process.signal(signal.SIGTERM)
         assert "pairing code" not in (await process.end())[2]
+
+
+async def test_a_code_for_a_folder_that_no_engine_has_used_says_so(tmp_path: Path) -> None:
+    code, out, err = await run(tmp_path, "pair", token=None)
+    assert (code, len(out.strip())) == (0, 6)
+    assert "note: no engine has ever used" in err
+    async with command(tmp_path, *SIMULATED, token=None) as process:
+        await process.ready()
+        code, _, err = await run(tmp_path, "pair", token=None)
+    assert code == 0
+    assert "note:" not in err
+
+
+async def test_a_token_for_a_resident_who_is_not_there_is_told(tmp_path: Path) -> None:
+    (tmp_path / "fairhearth.toml").write_text("[residents.alice]\nweight = 2\n", encoding="utf-8")
+    state = StateFolder(tmp_path / "kept")
+    state.keep_residents([NamedResident(resident=Resident(resident_id=ResidentId("bob")), name="Bob")])
+    for who, is_told in (("alice", False), ("bob", False), ("guest", False), ("nobody", True)):
+        arguments = ("token", "create", f"of-{who}", "--resident", who, "--state-dir", str(state.path))
+        code, out, err = await run(tmp_path, *arguments)
+        assert code == 0
+        assert out.strip()
+        assert ("there is no resident 'nobody' here" in err) is is_told

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import re
+import signal
 import socket
 import stat
 import struct
@@ -16,8 +18,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from engine_service.backends.base import ModelError
 from engine_service.commands.config import keys, template
 from engine_service.commands.policy import notes
+from engine_service.footprint import footprint_of
 from engine_service.protocol import ResidentRequest
 from engine_service.scheduling.model import ClassPolicy, Policy, ResidencyPolicy
 from engine_service.settings import (
@@ -38,21 +42,26 @@ TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm"}
 """What is shown live is written at once, not at the end."""
 
 
-def gguf(path: Path, **entries: int | str) -> Path:
-    """Write a header as llama.cpp's converter does, and two MiB of nothing."""
+def gguf(path: Path, *, num_values: int = 0, kind: int = 0, **entries: int | str) -> Path:
+    """Write a header as llama.cpp's converter does, and two MiB of nothing.
+
+    With num_values the header knows of one tensor of that many values, of ggml's type kind.
+    """
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
-    body = b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries))
+    body = b"GGUF" + struct.pack("<IQQ", 3, bool(num_values), len(entries))
     for key, value in entries.items():
         body += text(key)
         body += struct.pack("<I", 8) + text(value) if isinstance(value, str) else struct.pack("<II", 4, value)
-    path.write_bytes(body + bytes(2 * 2**20))
+    if num_values:
+        body += text("token_embd.weight") + struct.pack("<IQIQ", 1, num_values, kind, 0)
+    path.write_bytes(body + bytes(-len(body) % 32) + bytes(2 * 2**20))
     return path
 
 
-def llama(path: Path, **more: int | str) -> Path:
+def llama(path: Path, *, num_values: int = 0, kind: int = 0, **more: int | str) -> Path:
     entries: dict[str, int | str] = {
         "general.architecture": "llama",
         "llama.block_count": 32,
@@ -61,7 +70,7 @@ def llama(path: Path, **more: int | str) -> Path:
         "llama.attention.head_count_kv": 8,
         "llama.context_length": 131_072,
     }
-    return gguf(path, **(entries | more))
+    return gguf(path, num_values=num_values, kind=kind, **(entries | more))
 
 
 def folder(path: Path, **config: Any) -> Path:
@@ -75,8 +84,14 @@ def folder(path: Path, **config: Any) -> Path:
         "max_position_embeddings": 32_768,
     }
     (path / "config.json").write_text(json.dumps(known | config), encoding="utf-8")
-    (path / "model.safetensors").write_bytes(bytes(2 * 2**20))
+    header = json.dumps({"w": {"dtype": "U8", "shape": [2 * 2**20], "data_offsets": [0, 2 * 2**20]}}).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(2 * 2**20))
     return path
+
+
+def shorten(path: Path, num_bytes: int = 1) -> None:
+    """Take the last bytes away, as an interrupted download does."""
+    os.truncate(path, path.stat().st_size - num_bytes)
 
 
 # -- plan and models -----------------------------------------------------------------------------------
@@ -208,6 +223,53 @@ async def test_models_lists_what_is_there_and_what_is_wrong_with_it(tmp_path: Pa
     assert "attention.head_count" in " ".join(out.split())
 
 
+@pytest.mark.parametrize(
+    ("num_values", "kind"),
+    [(2**19, 0), (2**20, 1), (2**20, 30), (2**21 // 34 * 32, 8), (2**21 // 144 * 256, 12)],
+    ids=["F32", "F16", "BF16", "Q8_0", "Q4_K"],
+)
+async def test_a_model_file_that_is_cut_short_is_found(tmp_path: Path, num_values: int, kind: int) -> None:
+    whole = footprint_of(llama(tmp_path / "some.gguf", num_values=num_values, kind=kind))
+    assert whole.name == "some"
+    size = (tmp_path / "some.gguf").stat().st_size
+    shorten(tmp_path / "some.gguf", 144)
+    with pytest.raises(ModelError, match=f"cut short: {size - 144} bytes instead of .*fetch it again"):
+        footprint_of(tmp_path / "some.gguf")
+
+
+async def test_a_file_with_tensors_of_a_type_that_is_not_known_here_is_left_to_llama_cpp(
+    tmp_path: Path,
+) -> None:
+    assert footprint_of(llama(tmp_path / "some.gguf", num_values=2**40, kind=99)).name == "some"
+
+
+async def test_every_command_that_looks_finds_a_model_file_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    shorten(llama(tmp_path / "m" / "some.gguf", num_values=2**19))
+    shorten(folder(tmp_path / "m" / "exl") / "model.safetensors")
+    code, out, _ = await run(tmp_path, "models", "m", "--json")
+    errors = {Path(entry["path"]).name: entry.get("error", "") for entry in json.loads(out)["models"]}
+    assert "the file is cut short" in errors["some.gguf"]
+    assert "the file is cut short" in errors["exl"]
+    code, _, err = await run(tmp_path, "plan", "--model", "m/some.gguf")
+    assert code != 0
+    assert "the file is cut short" in err
+    code, found = await examined(tmp_path, "[model]\npath = 'm/some.gguf'\n")
+    assert code == 1
+    assert "the file is cut short" in found["model"]["what"]
+
+
+async def test_a_model_in_several_files_is_counted_and_checked_as_a_whole(tmp_path: Path) -> None:
+    first = llama(tmp_path / "some-00001-of-00002.gguf", **{"split.count": 2})
+    with pytest.raises(ModelError, match=r"some-00002-of-00002\.gguf: the file cannot be read"):
+        footprint_of(first)
+    second = gguf(tmp_path / "some-00002-of-00002.gguf", num_values=2**19)
+    assert footprint_of(first).weight_bytes == first.stat().st_size + second.stat().st_size
+    shorten(second)
+    with pytest.raises(ModelError, match=r"some-00002-of-00002\.gguf: the file is cut short"):
+        footprint_of(first)
+
+
 SEVERAL = """
 [[models]]
 name = "house"
@@ -270,6 +332,42 @@ async def test_the_doctor_looks_at_every_model(tmp_path: Path) -> None:
     assert told[0].startswith("house: good")
     assert told[1].startswith("coder: ")
     assert "no such file" in told[1]
+
+
+CROWDED = """
+[[models]]
+name = "house"
+backend = "simulated"
+pinned = true
+[[models]]
+name = "coder"
+backend = "simulated"
+"""
+
+
+@pytest.mark.parametrize(
+    ("residency", "is_told"),
+    [("", True), ("[residency]\nmax_loaded = 2", False), ("[residency]\nreleases_pinned = true", False)],
+)
+async def test_a_model_that_can_never_be_loaded_is_told(
+    tmp_path: Path, residency: str, is_told: bool
+) -> None:
+    path = tmp_path / "fairhearth.toml"
+    path.write_text(CROWDED + residency, encoding="utf-8")
+    words = "coder can never be loaded"
+    assert any(note.startswith(words) for note in notes(load(path))) is is_told
+    code, out, _ = await run(tmp_path, "doctor", "--json")
+    findings = {finding["about"]: finding for finding in json.loads(out)["findings"]}
+    assert code == 0, "the others are served"
+    assert ("models" in findings) is is_told
+    if is_told:
+        assert findings["models"]["what"].startswith(words)
+        assert findings["models"]["advice"].startswith("raise that")
+    async with command(tmp_path, "serve", "--port", "0") as process:
+        await process.ready()
+        process.signal(signal.SIGTERM)
+        _, _, err = await process.end()
+    assert (words in err) is is_told
 
 
 # -- policy check and config init ----------------------------------------------------------------------
@@ -593,7 +691,7 @@ async def test_top_follows_the_engine_until_it_ends(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("--url", "http://127.0.0.1:9"), "does not answer"),
-        (("--url", "URL", "--token", "not-a-token-of-anybody"), "token"),
+        (("--url", "URL", "--token", "not-a-token-of-anybody"), "--url where another engine is"),
     ],
 )
 async def test_top_says_why_it_shows_nothing(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:

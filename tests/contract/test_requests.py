@@ -98,6 +98,7 @@ def test_a_body_that_is_no_json_is_refused_with_its_place(body: bytes, message: 
         ({"repetition_penalty": 5e-324}, "repetition_penalty", "a number from 0.01 to 100"),
         ({"seed": 1.0}, "seed", "a whole number"),
         ({"stop": ""}, "stop", "must not be empty"),
+        ({"stop": 5}, "stop", "must be a string or a list of strings, not 5"),
         ({"stop": ["a", ""]}, "stop[1]", "must not be empty"),
         ({"stop": ["a"] * 17}, "stop", "at most 16 entries"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids as keys"),
@@ -369,3 +370,10 @@ def test_the_number_of_pictures_is_bounded_over_all_messages() -> None:
 def test_a_prefix_has_no_pictures() -> None:
     with pytest.raises(InvalidRequest, match="a prefix is text"):
         protocol.parse_prefix_request(showing(IMAGE))
+
+
+def test_an_input_that_is_neither_text_nor_list_is_told_all_that_is_allowed() -> None:
+    with pytest.raises(
+        InvalidRequest, match="input must be a text, a list of token ids, or a list of those, not 5"
+    ):
+        protocol.parse_embeddings_request({"input": 5})

@@ -52,6 +52,14 @@ def test_a_scenario_that_keeps_its_promises_exits_with_0(command: Command, two: 
         assert expected in out
 
 
+def test_a_promise_that_half_of_the_seeds_must_keep_says_so(command: Command, tmp_path: Path) -> None:
+    path, page = tmp_path / "half.toml", tmp_path / "page.html"
+    path.write_text(re.sub("(check = .*)", r'\1\nover = "median"', TWO))
+    _, out, _ = command("simulate", path, "--seeds", 1, "--report", page)
+    assert "(in at least half of the seeds)" in out
+    assert "in at least half of the seeds" in page.read_text(encoding="utf-8")
+
+
 def test_a_broken_promise_exits_with_1_and_says_which(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "broken.toml"
     path.write_text(BROKEN)

@@ -102,18 +102,24 @@ def check_weights(path: Path, wanted: str) -> None:
     if not files:
         raise ModelError(f"{path}: there are no *.safetensors files; {wanted}")
     for file in files:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            header = int.from_bytes(opened.read(8), "little")
-            try:
-                described = json.loads(opened.read(min(header, size)))
-            except ValueError as error:
-                raise ModelError(f"{file}: the header is damaged; is the download complete?") from error
-        ends = [entry["data_offsets"][1] for name, entry in described.items() if name != "__metadata__"]
-        if ends and 8 + header + max(ends) > size:
-            raise ModelError(
-                f"{file}: the file is cut short: {size} bytes instead of {8 + header + max(ends)}"
-            )
+        try:
+            end = _end_of_weights(file)
+            size = file.stat().st_size
+        except OSError as error:
+            raise ModelError(f"{file}: cannot be read ({error.strerror})") from error
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ModelError(f"{file}: the header is damaged; is the download complete?") from error
+        if end > size:
+            raise ModelError(f"{file}: the file is cut short: {size} bytes instead of {end}")
+
+
+def _end_of_weights(file: Path) -> int:
+    """Return where the file's last tensor ends, as its header says."""
+    with file.open("rb") as opened:
+        header = int.from_bytes(opened.read(8), "little")
+        described = json.loads(opened.read(min(header, file.stat().st_size)))
+    ends = [entry["data_offsets"][1] for name, entry in described.items() if name != "__metadata__"]
+    return 8 + header + int(max(ends, default=0))
 
 
 def weight_files(path: Path) -> Sequence[Path]:

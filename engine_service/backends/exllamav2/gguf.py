@@ -1,13 +1,14 @@
-"""Reads a GGUF file: its metadata, and its tensors as 32-bit floats.
+"""Reads a GGUF file: its metadata, whether it is whole, and its tensors as 32-bit floats.
 
-Decides nothing. Knows the types of which the embedded model consists (F32, F16, Q4_1, Q8_0) and refuses
-others by name.
+Decides nothing. Knows the sizes of the types that model files have, and how to read those of which the
+embedded model consists (F32, F16, Q4_1, Q8_0); it refuses to read others by name.
 
 Source: the GGUF specification, version 3, of ggml-org/ggml; block layouts of its ggml-common.h.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Callable
@@ -25,7 +26,7 @@ Floats32 = NDArray[np.float32]
 _MAGIC: Final = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_ALIGNMENT: Final = 32
+_ALIGNMENT: Final = 32  #: of the tensors, where the file names no other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,26 @@ class GgufFile:
             dimensions = [self._scalar("Q") for _ in range(self._scalar("I"))]
             kind, offset = self._scalar("I"), self._scalar("Q")
             self._tensors[name] = _Tensor(shape=tuple(reversed(dimensions)), kind=kind, offset=offset)
-        self._start = -(-self._place // _ALIGNMENT) * _ALIGNMENT
+        alignment = self.metadata.get("general.alignment")
+        if not isinstance(alignment, int) or alignment < 1:
+            alignment = _ALIGNMENT
+        self._start = -(-self._place // alignment) * alignment
+
+    def check_is_whole(self) -> None:
+        """Raise ModelError if the file ends before its tensors do.
+
+        Of a type that is not known here the beginning alone must be there: llama.cpp knows what it takes.
+        """
+        end = max((self._end_of(tensor) for tensor in self._tensors.values()), default=0)
+        size = len(self._data)
+        if end > size:
+            raise ModelError(
+                f"{self.path}: the file is cut short: {size} bytes instead of {end}; fetch it again"
+            )
+
+    def _end_of(self, tensor: _Tensor) -> int:
+        block_values, block_bytes = _BLOCKS.get(tensor.kind, (1, 0))
+        return self._start + tensor.offset + math.prod(tensor.shape) // block_values * block_bytes
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
@@ -152,3 +172,27 @@ _KINDS: Final[dict[int, tuple[int, int, Callable[[NDArray[np.uint8]], Floats32]]
     3: (32, 20, _q4_1),
     8: (32, 34, _q8_0),
 }
+
+_BLOCKS: Final[dict[int, tuple[int, int]]] = {
+    **{kind: (values, size) for kind, (values, size, _) in _KINDS.items()},
+    2: (32, 18),  # Q4_0
+    6: (32, 22),  # Q5_0
+    7: (32, 24),  # Q5_1
+    10: (256, 84),  # Q2_K
+    11: (256, 110),  # Q3_K
+    12: (256, 144),  # Q4_K
+    13: (256, 176),  # Q5_K
+    14: (256, 210),  # Q6_K
+    16: (256, 66),  # IQ2_XXS
+    17: (256, 74),  # IQ2_XS
+    18: (256, 98),  # IQ3_XXS
+    19: (256, 50),  # IQ1_S
+    20: (32, 18),  # IQ4_NL
+    21: (256, 110),  # IQ3_S
+    22: (256, 82),  # IQ2_S
+    23: (256, 136),  # IQ4_XS
+    29: (256, 56),  # IQ1_M
+    30: (1, 2),  # BF16
+    39: (32, 17),  # MXFP4
+}
+"""type: (values per block, bytes per block)"""
