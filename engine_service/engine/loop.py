@@ -725,11 +725,7 @@ class Engine:
             most_output = self._scheduler.state.policy.classes[order.class_id].max_output_tokens
         room = most - length
         if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens; with room for an answer at most {max(0, most - 1)} fit "
-                "beside what is kept for speech and for pinned prefixes",
-                param="messages",
-            )
+            raise memory.too_long(length, most)
         wanted = room if order.max_tokens is None else min(order.max_tokens, room)
         return wanted if most_output is None else min(wanted, most_output)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine_service.errors import PromptTooLong
 from engine_service.scheduling.admission import is_preemptible, most_tokens_ever
 from engine_service.scheduling.model import Capacity, Policy, ResidentId, WorkloadClass, pages_for
 from engine_service.scheduling.state import State
@@ -88,6 +89,22 @@ def planned(capacity: Capacity, policy: Policy, *, pinned_pages: int = 0) -> Roo
 def longest_conversation(state: State) -> int | None:
     """Return the tokens (prompt, output) that a conversation may have; None before the memory is known."""
     return None if state.capacity is None else planned(state.capacity, state.policy).max_context_tokens
+
+
+def longest_request(capacity: Capacity, policy: Policy, class_id: WorkloadClass) -> int:
+    """Return the tokens (prompt, output) that a request of the class may have under a policy."""
+    state = State(policy)
+    state.capacity = capacity
+    return most_tokens_ever(state, class_id)
+
+
+def too_long(num_tokens: int, most: int) -> PromptTooLong:
+    """Return the refusal of a prompt where most tokens (prompt, output) fit."""
+    return PromptTooLong(
+        f"the prompt has {num_tokens} tokens; with room for an answer at most {max(0, most - 1)} fit "
+        "beside what is kept for speech and for pinned prefixes",
+        param="messages",
+    )
 
 
 def is_useless(capacity: Capacity, policy: Policy) -> str | None:

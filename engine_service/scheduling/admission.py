@@ -223,9 +223,11 @@ def pages_ever_free(state: State, class_id: WorkloadClass, *, keeps_prefix: bool
     return capacity.num_pages - pinned - state.headroom_pages(class_id.urgency or 1)
 
 
-def most_tokens_ever(state: State, class_id: WorkloadClass, *, shared: int = 0) -> int:
+def most_tokens_ever(
+    state: State, class_id: WorkloadClass, *, shared: int = 0, keeps_prefix: bool = False
+) -> int:
     """Return the longest sequence (prompt and output) that a request of the class may have."""
     capacity, policy = state.known_capacity, state.policy.classes[class_id]
-    fitting = pages_ever_free(state, class_id, keeps_prefix=False) * capacity.page_tokens + shared
+    fitting = pages_ever_free(state, class_id, keeps_prefix=keeps_prefix) * capacity.page_tokens + shared
     context = min(capacity.max_context_tokens, policy.max_context_tokens or capacity.max_context_tokens)
     return max(0, min(context, fitting))

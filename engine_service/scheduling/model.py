@@ -302,6 +302,11 @@ class Capacity:
         if self.num_pages < 0:
             raise ValueError(f"num_pages must be >= 0, not {self.num_pages}")
 
+    @property
+    def longest_request(self) -> int:
+        """The tokens (prompt and output) of the longest request that any policy could make room for."""
+        return min(self.max_context_tokens, self.num_pages * self.page_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

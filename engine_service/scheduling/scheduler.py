@@ -364,14 +364,16 @@ class Scheduler:
         capacity = state.known_capacity
         context = min(capacity.max_context_tokens, policy.max_context_tokens or capacity.max_context_tokens)
         pages = admission.pages_ever_free(state, request.class_id, keeps_prefix=request.keep_prefix)
-        # Whoever obeys the one limit must not meet the other.
-        most = min(context, pages * capacity.page_tokens + record.shared)
         if record.most_tokens > context:
             reason = RejectReason.PROMPT_TOO_LONG
         elif admission.most_pages_ever(state, record) > pages:
             reason = RejectReason.NEVER_FITS
         else:
             return None
+        # Whoever obeys the one limit must not meet the other.
+        most = admission.most_tokens_ever(
+            state, request.class_id, shared=record.shared, keeps_prefix=request.keep_prefix
+        )
         return Reject(request_id=request.request_id, reason=reason, limit=max(0, most - request.max_tokens))
 
     def _is_asked_of_this(self, record: Record) -> bool:

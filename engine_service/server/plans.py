@@ -15,12 +15,11 @@ from typing import Final, TypeVar
 from engine_service import texts
 from engine_service.chat.chosen import Chosen
 from engine_service.chat.sampling import sampling_for
+from engine_service.engine import memory
 from engine_service.engine.sessions import Delta, Finished, Order, Session, SessionEvent
-from engine_service.errors import EngineError, InvalidRequest, PromptTooLong
+from engine_service.errors import EngineError, InvalidRequest
 from engine_service.protocol import ChatRequest, CompletionRequest, Extension, Message, Options
-from engine_service.scheduling.admission import most_tokens_ever
 from engine_service.scheduling.model import RequestId
-from engine_service.scheduling.state import State
 from engine_service.server.meters import Meters
 from engine_service.server.replies import ChatReply, Head, Reply, TextReply
 from engine_service.server.service import Service
@@ -105,17 +104,10 @@ def check_length(service: Service, plan: Plan, *, names_model: bool) -> None:
     """
     capacity, length = plan.model.language.capacity, len(plan.order.prompt_ids)
     possible = [capacity] if names_model else [capacity, *service.engine.capacities]
-    longest = max(min(one.max_context_tokens, one.num_pages * one.page_tokens) for one in possible)
-    if length < longest:
+    if length < max(one.longest_request for one in possible):
         return
-    state = State(service.policies.current.policy)
-    state.capacity = capacity
-    most = most_tokens_ever(state, plan.caller.class_id)
-    raise PromptTooLong(
-        f"the prompt has {length} tokens; with room for an answer at most {max(0, most - 1)} fit "
-        "beside what is kept for speech and for pinned prefixes",
-        param="messages",
-    )
+    policy, class_id = service.policies.current.policy, plan.caller.class_id
+    raise memory.too_long(length, memory.longest_request(capacity, policy, class_id))
 
 
 def _order(options: Options, caller: Extension, prompt_ids: tuple[int, ...], model: Chosen) -> Order:

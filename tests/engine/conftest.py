@@ -15,6 +15,7 @@ from engine_service.backends.base import Backend, BackendError, ChunkOrder, Samp
 from engine_service.backends.llama_cpp import LlamaCppBackend, open_backend
 from engine_service.engine.loop import Engine
 from engine_service.engine.sessions import Delta, Finished, Order, Session, Timings
+from engine_service.scheduling.invariants import check
 from engine_service.scheduling.model import Policy, RequestId, Resident, ResidentId, WorkloadClass
 
 GREEDY = Sampling(temperature=0)
@@ -58,6 +59,26 @@ class FaultyBackend:
         if self.guilty & {*decode_ids, *(c.request_id for c in prefills)}:
             raise RuntimeError("a request poisoned its iteration")
         return self.real.step(decode_ids, prefills)
+
+
+@asynccontextmanager
+async def started(backend: Backend, **options: Any) -> AsyncIterator[Engine]:
+    """An engine on that backend, whose books must be right at the end."""
+    engine = Engine(backend, residents=RESIDENTS, **options)
+    await engine.start()
+    try:
+        yield engine
+        check(engine._scheduler)
+    finally:
+        await engine.stop(drain_s=0)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Wait for what no change of the engine tells of."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
 
 
 class MakeEngine(Protocol):

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from engine_service.backends.base import ChunkOrder, StepOutcome
 from engine_service.backends.simulated import SimulatedBackend
 from engine_service.engine import loop as loop_module
-from engine_service.engine.loop import Engine
 from engine_service.scheduling.invariants import check
 from engine_service.scheduling.model import Policy, RequestId
-from tests.engine.conftest import RESIDENTS, order, read
+from tests.engine.conftest import order, read, started
 
 
 class Watched(SimulatedBackend):
@@ -30,16 +27,6 @@ class Watched(SimulatedBackend):
     def step(self, decode_ids: Sequence[RequestId], prefills: Sequence[ChunkOrder]) -> StepOutcome:
         self.steps.append([chunk.request_id for chunk in prefills])
         return super().step(decode_ids, prefills)
-
-
-@asynccontextmanager
-async def started(backend: SimulatedBackend, **options: Any) -> AsyncIterator[Engine]:
-    engine = Engine(backend, residents=RESIDENTS, **options)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop(drain_s=0)
 
 
 async def test_those_who_come_at_one_moment_are_computed_together_by_class() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from engine_service.engine.ledger import Ledger
 from engine_service.engine.loop import Engine
 from engine_service.engine.sessions import Accepted, Delta, Finished, Session, Timings, joined
 from engine_service.scheduling.model import RequestId
-from tests.engine.conftest import RESIDENTS, order
+from tests.engine.conftest import RESIDENTS, eventually, order
 
 NO_TIME = Timings(
     queue_s=0,
@@ -45,13 +44,6 @@ class SlowDisk(Ledger):
         assert self.may_write.wait(10), "nobody let the disk go on"
         self.written.append(snapshot)
         super().write(snapshot)
-
-
-async def eventually(condition: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 async def test_text_waits_for_the_ledger_and_computing_does_not(tmp_path: Path) -> None:

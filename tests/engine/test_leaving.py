@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from engine_service.engine.residence import Models
 from engine_service.engine.sessions import Order
 from engine_service.errors import EngineStopping, UnknownResident
 from engine_service.scheduling.decisions import Admit, Cancel
-from engine_service.scheduling.invariants import check
 from engine_service.scheduling.model import HOUSE, ModelId, Policy, RequestId, WorkloadClass
-from tests.engine.conftest import RESIDENTS, order, read, until
+from tests.engine.conftest import RESIDENTS, eventually, order, read, started, until
 
 
 class Watched(SimulatedBackend):
@@ -37,24 +35,6 @@ class Watched(SimulatedBackend):
         during, self.during = self.during, lambda: None
         during()
         return super().step(decode_ids, prefills)
-
-
-@asynccontextmanager
-async def started(backend: SimulatedBackend, **options: Any) -> AsyncIterator[Engine]:
-    engine = Engine(backend, residents=RESIDENTS, **options)
-    await engine.start()
-    try:
-        yield engine
-        check(engine._scheduler)
-    finally:
-        await engine.stop(drain_s=0)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 def prefix(engine: Engine, text: str, times: int) -> tuple[int, ...]:
